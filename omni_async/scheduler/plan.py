@@ -1,0 +1,88 @@
+"""What the scheduler hands the runner for one step, and what comes back. Pure data, no torch."""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_async.scheduler.sequence import SamplingNeeds, Sequence
+
+
+class Phase(Enum):
+    """What a row does; stated, never guessed from a length."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Row(NamedTuple):
+    """One sequence's part of a step."""
+
+    sequence: Sequence
+    slot: int
+    start: int
+    """Absolute position of the first token."""
+    length: int
+    phase: Phase
+    samples: bool
+    """The row's last token is the sequence's last: the next one is drawn."""
+
+
+class NewBlocks(NamedTuple):
+    """Cache blocks that a slot gained for this step."""
+
+    slot: int
+    first: int
+    """Index of the first of them in the slot's block table."""
+    blocks: tuple[int, ...]
+
+
+class Admission(NamedTuple):
+    """A sequence that takes a slot in this step; its known tokens and parameters go to the device."""
+
+    slot: int
+    sequence: Sequence
+    tokens: array[int]
+    """A copy of the known tokens: the prompt, and what was generated before a preemption."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: immutable, made by `Scheduler.plan`, run by the runner, ended by `Scheduler.commit`."""
+
+    step_id: int
+    rows: tuple[Row, ...]
+    num_tokens: int
+    admissions: tuple[Admission, ...]
+    new_blocks: tuple[NewBlocks, ...]
+    needs: SamplingNeeds
+    num_logprobs: int
+    """-1: no sampled row asked; else the largest count."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogprobs:
+    """Log-probabilities of some positions, on the host; see `omni_async.backend.ops.Logprobs`."""
+
+    chosen: NDArray[np.float32]
+    rank: NDArray[np.int64]
+    top_ids: NDArray[np.int64]
+    top: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step produced, on the host."""
+
+    plan: StepPlan
+    token_ids: list[int]
+    """One for each sampled row, in row order."""
+    finite: list[bool]
+    logprobs: HostLogprobs | None = None
+    prompt_logprobs: dict[int, HostLogprobs] = field(default_factory=dict)
+    """By row index: of the tokens at positions `start + 1 .. start + length` that the prompt holds."""
+    error: BaseException | None = None
+    """The step failed; nothing else here means anything."""

@@ -1,0 +1,1 @@
+"""Triton kernels of omni_async; empty until the device backend lands."""
