@@ -254,16 +254,16 @@ class Usage:
 class Timings:
     """When things happened, in seconds since the request was submitted."""
 
-    admitted_s: float
-    """A slot was given; before that the request was prepared and waited in the queue."""
-    first_token_s: float
+    admitted_s: float | None
+    """A slot was given; before that the request was prepared and waited in the queue. `None`: it never was."""
+    first_token_s: float | None
     finished_s: float
     completion_tokens: int
 
     @property
     def inter_token_s(self) -> float:
         """Mean time between tokens after the first; 0 for fewer than two tokens."""
-        if self.completion_tokens < 2:
+        if self.first_token_s is None or self.completion_tokens < 2:
             return 0.0
         return (self.finished_s - self.first_token_s) / (self.completion_tokens - 1)
 

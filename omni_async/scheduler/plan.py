@@ -45,7 +45,7 @@ class Admission(NamedTuple):
 
     slot: int
     sequence: Sequence
-    tokens: array[int]
+    tokens: "array[int]"
     """A copy of the known tokens: the prompt, and what was generated before a preemption."""
 
 

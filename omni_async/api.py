@@ -1,0 +1,321 @@
+"""`Engine`: the one door."""
+
+import itertools
+import threading
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, Unpack
+
+import anyio
+
+from omni_async.bridge import Latch
+from omni_async.errors import DuplicateRequest, EngineClosed, EngineNotStarted, EngineStateError, QueueFull, RequestError
+from omni_async.host import Host
+from omni_async.mailbox import Mailbox
+from omni_async.options import EngineOptions, OptionFields
+from omni_async.stage import Stage, StageStats
+from omni_async.stream import EventStream, TextIterator
+from omni_async.types import (
+    Completion,
+    Finished,
+    Generation,
+    Request,
+    SamplingParams,
+    TextDelta,
+    TokenLogprob,
+    Usage,
+)
+
+if TYPE_CHECKING:
+    from omni_async.assembly import Load
+    from omni_async.intake import Intake
+    from omni_async.loading.loaded import Loaded
+
+INTAKE_THREADS = 4
+"""Threads that tokenise; more than one, so that a prompt of megabytes delays only itself."""
+
+
+class Engine:
+    """A model that answers requests, inside an async program.
+
+        async with Engine.from_pretrained("path") as engine:
+            async for event in engine.stream(Request(prompt="Hello")):
+                ...
+
+    It works on a thread of its own; `stream`, `generate` and `text` may be used from any number of event loops
+    (asyncio, uvloop, trio) and threads at once. It is entered once; it installs no signal handlers.
+    """
+
+    def __init__(self, load: "Load", options: EngineOptions | None = None) -> None:
+        self.options = options or EngineOptions()
+        self._load = load
+        self._host = Host(self._main, "omni-async-engine")
+        self._ready = Latch()
+        self._entered = False
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._stage: Stage | None = None
+        self._intake: Intake | None = None
+        self._preparing = ThreadPoolExecutor(INTAKE_THREADS, "omni-async-intake")
+        self._arrivals = itertools.count()
+        self._lock = threading.Lock()
+        self._live: dict[str, Mailbox] = {}
+        self._num_live = 0
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Unpack[OptionFields]) -> Self:
+        """An engine for a Hugging Face folder or a GGUF file; it is loaded when the engine is entered.
+
+        `options` are the fields of `EngineOptions`.
+
+        Raises:
+            OptionError: an option is illegal.
+        """
+
+        def load(options: EngineOptions) -> "Loaded":
+            # Here, not above: `import omni_async` must not import torch and transformers.
+            from omni_async.loading.pretrained import load_pretrained
+
+            return load_pretrained(path, dtype=options.dtype, device=options.device, progress=options.progress)
+
+        return cls(load, EngineOptions(**options))
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Start the engine's thread and load the model.
+
+        Raises:
+            LoadError: the checkpoint cannot be loaded.
+            OptionError: the options do not fit the model or the machine.
+            EngineStateError: the engine was entered before.
+        """
+        if self._entered:
+            raise EngineStateError("an engine is entered once; make a new one")
+        self._entered = True
+        self._host.start()
+        try:
+            await self._ready.wait()
+        except BaseException:
+            self._request_close()
+            raise
+        if self._stage is None:
+            await self.aclose()
+            assert self._failure is not None
+            raise self._failure
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End every request with `EngineClosed`, then the engine's threads. May be called again."""
+        self._request_close()
+        if self._entered:
+            with anyio.CancelScope(shield=True):
+                await self._host.join()
+
+    def _request_close(self) -> None:
+        self._closing = True
+        stage = self._stage
+        if stage is not None:
+            stage.close(EngineClosed("the engine was closed by its owner"))
+
+    async def _main(self) -> None:
+        """What the engine's thread runs."""
+        try:
+            from omni_async.assembly import assemble  # imports torch
+
+            stage, self._intake = assemble(self._load, self.options, self._forget)
+            self._stage = stage
+        except BaseException as error:
+            self._failure = error
+            self._preparing.shutdown(wait=False)
+            return
+        finally:
+            self._ready.set()
+        if self._closing:  # closed while it was loading
+            self._request_close()
+        try:
+            await stage.run()
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._preparing.shutdown(wait=False, cancel_futures=True)
+            self._fail_live(EngineClosed("the engine was closed"))
+            self._preparing.shutdown(wait=True)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def stream(self, request: Request) -> EventStream:
+        """Submit a request and return its events.
+
+        Raises:
+            RequestError: the request cannot be served as written.
+            DuplicateRequest: a live request has the same id.
+            QueueFull: too many requests are under way.
+            EngineStateError: the engine is not running.
+        """
+        if not isinstance(request, Request):
+            raise RequestError(f"stream takes a Request, got {type(request).__name__}")
+        stage, intake = self._running()
+        params = intake.sampling(request)
+        mailbox = Mailbox(
+            request_id=request.request_id if request.request_id is not None else uuid.uuid4().hex,
+            arrival=next(self._arrivals),
+            submitted=perf_counter(),
+            num_answers=params.n,
+            capacity=self.options.max_unread_tokens,
+        )
+        self._register(mailbox)
+        try:
+            self._preparing.submit(self._prepare, stage, intake, request, params, mailbox)
+        except RuntimeError as error:  # the pool was shut down meanwhile
+            self._forget(mailbox)
+            raise EngineClosed("the engine was closed") from error
+        return EventStream(
+            self,
+            mailbox,
+            intake.tokenizer.vocabulary.token_bytes if intake.tokenizer is not None else _no_bytes,
+            intake.count_logprobs(params.logprobs),
+            intake.count_logprobs(params.prompt_logprobs),
+        )
+
+    def text(self, request: Request) -> TextIterator:
+        """Submit a request and return the text of its first answer, piece by piece; raises as `stream` does."""
+        return TextIterator(self.stream(request))
+
+    async def generate(self, request: Request) -> Generation:
+        """Submit a request and collect all of it.
+
+        Raises:
+            OmniError: as `stream` and its iterator raise.
+        """
+        answers: dict[int, list[TextDelta]] = {}
+        ends: dict[int, Finished] = {}
+        async with self.stream(request) as events:
+            async for event in events:
+                if isinstance(event, Finished):
+                    ends[event.index] = event
+                else:
+                    answers.setdefault(event.index, []).append(event)
+        completions = tuple(_complete(answers.get(index, []), ends[index]) for index in sorted(ends))
+        first = completions[0].finished.usage
+        produced = sum(c.finished.usage.completion_tokens for c in completions)
+        usage = Usage(first.prompt_tokens, produced, first.cached_tokens)
+        return Generation(events.request_id, completions, usage)
+
+    def abort(self, request_id: str) -> bool:
+        """End a live request with `Finished(reason="abort")`; false if no live request has this id."""
+        stage, _ = self._running()
+        with self._lock:
+            mailbox = self._live.get(request_id)
+        if mailbox is None:
+            return False
+        stage.cancel(mailbox, "abort")
+        return True
+
+    def stats(self) -> Mapping[str, StageStats]:
+        """Counters by stage name.
+
+        Raises:
+            EngineStateError: the engine is not running.
+        """
+        stage, intake = self._running()
+        return {intake.stage: stage.stats()}
+
+    def _running(self) -> tuple[Stage, "Intake"]:
+        if self._failure is not None:
+            error = EngineClosed(f"the engine stopped on a fault: {self._failure!r}")
+            raise error from self._failure
+        if self._closing:
+            raise EngineClosed("the engine is closed; make a new one")
+        if self._stage is None or self._intake is None:
+            raise EngineNotStarted("the engine is not running yet: use it inside `async with`")
+        return self._stage, self._intake
+
+    def _prepare(
+        self, stage: Stage, intake: "Intake", request: Request, params: SamplingParams, mailbox: Mailbox
+    ) -> None:
+        """Runs on an intake thread; whatever goes wrong there ends this request."""
+        try:
+            active = intake.prepare(request, params, mailbox)
+        except BaseException as error:
+            self._forget(mailbox)
+            mailbox.fail(error)
+        else:
+            stage.submit(active)
+
+    # -- live requests -------------------------------------------------------------------------------------------
+
+    def _register(self, mailbox: Mailbox) -> None:
+        limit = self.options.max_slots + self.options.max_waiting
+        count = len(mailbox.outlets)
+        with self._lock:
+            if mailbox.request_id in self._live:
+                raise DuplicateRequest(f"request id {mailbox.request_id!r} belongs to a request that is still live")
+            if self._num_live + count > limit:
+                raise QueueFull(
+                    f"{self._num_live} answers are under way or waiting; {count} more are above the limit of {limit} "
+                    f"(max_slots {self.options.max_slots} + max_waiting {self.options.max_waiting})"
+                )
+            self._live[mailbox.request_id] = mailbox
+            self._num_live += count
+
+    def _forget(self, mailbox: Mailbox) -> None:
+        """Let the id be used again; later calls for the same request change nothing."""
+        with self._lock:
+            if self._live.get(mailbox.request_id) is mailbox:
+                del self._live[mailbox.request_id]
+                self._num_live -= len(mailbox.outlets)
+
+    def _fail_live(self, error: EngineClosed) -> None:
+        """End whatever never reached the stage."""
+        with self._lock:
+            mailboxes = list(self._live.values())
+            self._live.clear()
+            self._num_live = 0
+        for mailbox in mailboxes:
+            if not mailbox.ended:
+                mailbox.fail(error)
+
+    # -- what streams tell the engine; see `omni_async.stream.Desk` -----------------------------------------------
+
+    def leave(self, mailbox: Mailbox) -> None:
+        """The caller of a stream has left it."""
+        self._forget(mailbox)
+        self.abandon(mailbox)
+
+    def abandon(self, mailbox: Mailbox) -> None:
+        """The same from a finaliser: takes no lock, touches no event loop."""
+        if not mailbox.ended and self._stage is not None:
+            self._stage.cancel(mailbox, "abort")
+
+    def wake(self) -> None:
+        """A held request may go on."""
+        if self._stage is not None:
+            self._stage.wake()
+
+
+def _no_bytes(token_id: int) -> bytes:
+    return b""
+
+
+def _complete(deltas: list[TextDelta], finished: Finished) -> Completion:
+    logprobs: list[TokenLogprob] = []
+    for delta in deltas:
+        logprobs.extend(delta.logprobs or ())
+    asked = any(delta.logprobs is not None for delta in deltas)
+    return Completion(
+        index=finished.index,
+        text="".join([delta.text for delta in deltas]),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(logprobs) if asked else None,
+        finished=finished,
+    )

@@ -1,0 +1,89 @@
+"""The operations in plain torch: the specification of every other backend, and what CPU users run."""
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from omni_async.backend.ops import (
+    AttentionBatch,
+    HeadNorm,
+    LayerCache,
+    Logprobs,
+    Rotary,
+    Sampled,
+    SamplingBatch,
+    StepInputs,
+    StepRows,
+)
+from omni_async.backend.reference.attention import AttentionPlan, attend, plan_attention
+from omni_async.backend.reference.inputs import prepare
+from omni_async.backend.reference.moe import moe
+from omni_async.backend.reference.rotary import rotate_and_cache
+from omni_async.sampling import reference as sampling
+
+
+class ReferenceOps:
+    """`omni_async.backend.ops.Ops` in plain torch."""
+
+    def __init__(self) -> None:
+        # All layers of a step share one batch, hence one plan.
+        self._planned: tuple[AttentionBatch, AttentionPlan] | None = None
+
+    def prepare(self, rows: StepRows, tokens: Tensor, block_tables: Tensor, block_size: int) -> StepInputs:
+        """See `Ops.prepare`."""
+        return prepare(rows, tokens, block_tables, block_size)
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """See `Ops.embedding`."""
+        return F.embedding(token_ids, weight)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `Ops.linear`."""
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ops.rms_norm`."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `Ops.add_rms_norm`."""
+        total = x + residual
+        return F.rms_norm(total, weight.shape, weight, eps), total
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.silu_and_mul`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def rotate_and_cache(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        rotary: Rotary,
+        norm: HeadNorm | None,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+        num_heads: int,
+    ) -> Tensor:
+        """See `Ops.rotate_and_cache`."""
+        return rotate_and_cache(qkv, positions, rotary, norm, cache, slot_mapping, num_heads)
+
+    def paged_attention(self, q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float) -> Tensor:
+        """See `Ops.paged_attention`."""
+        planned = self._planned
+        if planned is None or planned[0] is not batch:
+            planned = self._planned = (batch, plan_attention(batch, cache[0].shape[1], q.dtype))
+        return attend(q, cache, planned[1], scale)
+
+    def moe(
+        self, x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalise: bool
+    ) -> Tensor:
+        """See `Ops.moe`."""
+        return moe(x, router_logits, gate_up, down, top_k, renormalise)
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+        """See `Ops.sample`."""
+        return sampling.sample(logits, batch)
+
+    def logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
+        """See `Ops.logprobs`."""
+        return sampling.logprobs(logits, token_ids, num_top)

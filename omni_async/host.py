@@ -1,0 +1,41 @@
+"""The engine's own thread and event loop."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from omni_async.bridge import Latch
+
+try:
+    from uvloop import new_event_loop
+except ImportError:  # not on every platform; asyncio's own loop serves as well, a little slower
+    from asyncio import new_event_loop
+
+
+class Host:
+    """Runs one coroutine on a thread and a loop that callers share with nobody.
+
+    No signal handler is installed: asyncio's runner does that on the main thread only.
+    """
+
+    def __init__(self, main: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        self._main = main
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.ended = Latch()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    async def join(self) -> None:
+        """Return when the coroutine and its thread have ended."""
+        await self.ended.wait()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(self._main())
+        finally:
+            self.ended.set()

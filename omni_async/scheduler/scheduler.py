@@ -1,0 +1,374 @@
+"""Decides what runs in each step: admit, plan, commit. No torch, no clock, no threads."""
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from omni_async.errors import NonFiniteLogits, StepFailed
+from omni_async.scheduler.blocks import BlockPool
+from omni_async.scheduler.plan import Admission, HostLogprobs, NewBlocks, Phase, Row, StepOutput, StepPlan
+from omni_async.scheduler.prefix import ROOT, block_digest
+from omni_async.scheduler.sequence import SamplingNeeds, Sequence, State
+from omni_async.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The sizes that a scheduler works within."""
+
+    num_slots: int
+    num_blocks: int
+    block_size: int
+    max_step_tokens: int
+    prefix_caching: bool
+
+
+class Update(NamedTuple):
+    """What a committed step means for one sequence."""
+
+    sequence: Sequence
+    token_id: int
+    """-1: none."""
+    text: str
+    logprobs: HostLogprobs | None
+    """The step's, of all its sampled rows."""
+    draw: int
+    """This sequence's entry among the step's sampled rows, -1: none."""
+    reason: FinishReason | None
+    stop_reason: int | str | None
+    error: BaseException | None
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix sharing, and preemption by recomputation.
+
+    Several plans may be under way at once; they commit in the order of their making. A slot and its blocks
+    return at the commit of the last plan that names their sequence, so that no plan ever reads another's data.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pool = BlockPool(limits.num_blocks)
+        self.waiting: list[Sequence] = []
+        """By rank."""
+        self.running: list[Sequence] = []
+        """By rank."""
+        self.leaving: set[Sequence] = set()
+        """Preempted or ended while a plan names them: they still own a slot and blocks."""
+        self.num_preemptions = 0
+        self.num_steps = 0
+        self._free_slots = list(range(limits.num_slots - 1, -1, -1))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose longest possible length fits the pool."""
+        insort(self.waiting, sequence, key=_rank)
+
+    def end(self, sequence: Sequence) -> None:
+        """Never plan this sequence again and give back what it owns as soon as no plan names it."""
+        if sequence.state is State.ENDED:
+            return
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+        sequence.state = State.ENDED
+        self._leave(sequence)
+
+    @property
+    def slots_used(self) -> int:
+        """Slots that a sequence owns."""
+        return self.limits.num_slots - len(self._free_slots)
+
+    # -- planning ------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """Choose the rows of the next step, or `None` when nothing can run now."""
+        budget = self.limits.max_step_tokens
+        rows: list[Row] = []
+        new_blocks: list[NewBlocks] = []
+        admissions: list[Admission] = []
+        # One token of the budget is kept for each decoding sequence, so that long prompts never stall speech.
+        reserved = sum(s.num_planned >= s.admission_len for s in self.running)
+        for sequence in self.running.copy():
+            if sequence.state is not State.RUNNING:  # preempted for a better one in this very loop
+                continue
+            decoding = sequence.num_planned >= sequence.admission_len
+            reserved -= decoding
+            room = budget if decoding else budget - reserved
+            row = self._row(sequence, room, new_blocks)
+            if row is not None:
+                rows.append(row)
+                budget -= row.length
+        for sequence in self.waiting.copy():
+            if budget <= 0:
+                break
+            if self._must_wait(sequence):
+                continue
+            if not self._admit(sequence, admissions, new_blocks):
+                break
+            row = self._row(sequence, budget, new_blocks)
+            if row is not None:
+                rows.append(row)
+                budget -= row.length
+        if not rows:
+            return None
+        return self._step(rows, admissions, new_blocks)
+
+    def _step(self, rows: list[Row], admissions: list[Admission], new_blocks: list[NewBlocks]) -> StepPlan:
+        needs = 0
+        num_logprobs = -1
+        num_tokens = 0
+        for row in rows:
+            num_tokens += row.length
+            if row.samples:
+                sequence = row.sequence
+                needs |= sequence.needs
+                if sequence.num_logprobs > num_logprobs:
+                    num_logprobs = sequence.num_logprobs
+        self.num_steps += 1
+        return StepPlan(
+            step_id=self.num_steps,
+            rows=tuple(rows),
+            num_tokens=num_tokens,
+            admissions=tuple(admissions),
+            new_blocks=tuple(new_blocks),
+            needs=SamplingNeeds(needs),
+            num_logprobs=num_logprobs,
+        )
+
+    def _row(self, sequence: Sequence, room: int, new_blocks: list[NewBlocks]) -> Row | None:
+        """The next row of a running sequence within `room` tokens; its blocks are found or made free."""
+        start = sequence.num_planned
+        total = len(sequence.tokens) + sequence.num_pending
+        length = min(total - start, room)
+        if length <= 0:
+            return None
+        samples = start + length == total
+        if samples and (total >= sequence.stop.max_length or (sequence.credit <= 0 and not sequence.has_credit())):
+            if start + 1 >= total:
+                return None  # nothing but the draw was left to do
+            length -= 1
+            samples = False
+        missing = (start + length - 1) // self.limits.block_size + 1 - len(sequence.blocks)
+        if missing > 0:
+            if not self._make_room(missing, sequence):
+                return None
+            blocks = self.pool.allocate(missing)
+            new_blocks.append(NewBlocks(sequence.slot, len(sequence.blocks), tuple(blocks)))
+            sequence.blocks.extend(blocks)
+        # Counted at once: should a later row displace this sequence, its blocks stay until this plan commits.
+        sequence.num_in_flight += 1
+        sequence.num_planned += length
+        if samples:
+            sequence.num_pending += 1
+            sequence.credit -= 1
+        phase = Phase.PREFILL if start < sequence.admission_len else Phase.DECODE
+        return Row(sequence, sequence.slot, start, length, phase, samples)
+
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """A waiting sequence that others may overtake: nobody takes its tokens, or its prompt is being computed."""
+        leader = sequence.leader
+        if leader is not None:
+            if leader.state is not State.ENDED and leader.num_computed < leader.prompt_len:
+                return True
+            sequence.leader = None
+        return not sequence.has_credit()
+
+    def _admit(self, sequence: Sequence, admissions: list[Admission], new_blocks: list[NewBlocks]) -> bool:
+        """Give a waiting sequence a slot and the blocks of all its known tokens."""
+        limits = self.limits
+        known = len(sequence.tokens)
+        found: list[int] = []
+        if limits.prefix_caching and sequence.num_prompt_logprobs < 0:
+            # The last known token is always computed: its logits are needed.
+            found = self.pool.find(sequence.block_hashes[: (known - 1) // limits.block_size])
+        missing = (known - 1) // limits.block_size + 1 - len(found)
+        self.pool.share(found)
+        while not self._free_slots or missing > self.pool.num_free:
+            victim = None if self.leaving else self._victim(sequence)
+            if victim is None:
+                self.pool.release(found)
+                return False
+            self._preempt(victim)
+        blocks = found + self.pool.allocate(missing)
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_rank)
+        sequence.state = State.RUNNING
+        sequence.slot = self._free_slots.pop()
+        sequence.blocks = blocks
+        cached = len(found) * limits.block_size
+        sequence.num_planned = sequence.num_computed = cached
+        if sequence.num_output == 0:
+            sequence.num_cached = cached
+        sequence.admission_len = known
+        admissions.append(Admission(sequence.slot, sequence, sequence.tokens[:]))
+        new_blocks.append(NewBlocks(sequence.slot, 0, tuple(blocks)))
+        return True
+
+    def _victim(self, newcomer: Sequence) -> Sequence | None:
+        """Whom a newcomer may displace: one that nobody reads, else the last one if its priority is lower."""
+        for held in self.running:
+            if held.held:
+                return held
+        if self.running and self.running[-1].rank[0] > newcomer.rank[0]:
+            return self.running[-1]
+        return None
+
+    def _make_room(self, count: int, sequence: Sequence) -> bool:
+        """See that `count` blocks are free for a running sequence, taking them from those ranked below it."""
+        while count > self.pool.num_free:
+            if self.leaving:  # blocks are on their way back; displace nobody before they have arrived
+                return False
+            victim = next((s for s in self.running if s.held and s is not sequence), None)
+            if victim is None:
+                victim = self.running[-1]
+                if victim is sequence:
+                    return False
+            self._preempt(victim)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self.running.remove(sequence)
+        sequence.state = State.PREEMPTED
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.num_in_flight:
+            self.leaving.add(sequence)
+        else:
+            self._return_resources(sequence)
+
+    def _return_resources(self, sequence: Sequence) -> None:
+        self.leaving.discard(sequence)
+        if sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = -1
+            self.pool.release(sequence.blocks)
+            sequence.blocks = []
+        sequence.num_planned = sequence.num_computed = 0
+        sequence.held = False
+        if sequence.state is State.PREEMPTED:
+            sequence.state = State.WAITING
+            insort(self.waiting, sequence, key=_rank)
+
+    # -- committing ----------------------------------------------------------------------------------------------
+
+    def commit(self, output: StepOutput) -> list[Update]:
+        """Take in a step's results; what a sequence drew after its end is dropped."""
+        updates: list[Update] = []
+        draw = -1
+        failed = output.error is not None
+        for index, row in enumerate(output.plan.rows):
+            sequence = row.sequence
+            sequence.num_in_flight -= 1
+            if row.samples:
+                sequence.num_pending -= 1
+                draw += 1
+            if sequence.state is not State.ENDED:
+                if failed:
+                    updates.append(self._fail(sequence, self._step_error(output)))
+                else:
+                    update = self._advance(sequence, row, index, draw, output)
+                    if update is not None:
+                        updates.append(update)
+            if not sequence.num_in_flight and sequence in self.leaving:
+                self._return_resources(sequence)
+        return updates
+
+    def _advance(self, sequence: Sequence, row: Row, index: int, draw: int, output: StepOutput) -> Update | None:
+        if output.prompt_logprobs and index in output.prompt_logprobs:
+            self._keep_prompt_logprobs(sequence, row, output)
+        if not row.samples:
+            self._compute(sequence, row.start + row.length)
+            return None
+        if not output.finite[draw]:
+            self.pool.unregister(sequence.blocks)
+            error = NonFiniteLogits(f"the model's logits after {row.start + row.length} tokens are not finite")
+            return self._fail(sequence, error)
+        token = output.token_ids[draw]
+        sequence.tokens.append(token)
+        self._compute(sequence, row.start + row.length)
+        text = ""
+        stop = sequence.stop
+        reason: FinishReason | None = None
+        stop_reason: int | str | None = None
+        stream = sequence.text
+        if token in stop.end_ids:
+            reason = "stop"
+        elif token in stop.token_ids:
+            reason, stop_reason = "stop", token
+        elif stream is not None:
+            text = stream.push(token)
+            if stream.matched is not None:
+                reason, stop_reason = "stop", stream.matched
+        if reason is None and len(sequence.tokens) >= stop.max_length:
+            reason = "length"
+        if reason is not None:
+            if stream is not None:
+                text += stream.finish()
+            self.end(sequence)
+        return Update(sequence, token, text, output.logprobs, draw, reason, stop_reason, None)
+
+    def _compute(self, sequence: Sequence, num_computed: int) -> None:
+        """Note that positions up to `num_computed` are in the cache, and make full blocks findable."""
+        size = self.limits.block_size
+        first, end = sequence.num_computed // size, num_computed // size
+        sequence.num_computed = num_computed
+        if first == end or not self.limits.prefix_caching:
+            return
+        digests = sequence.block_hashes
+        for at in range(first, end):
+            if at == len(digests):
+                parent = digests[-1] if digests else ROOT
+                digests.append(block_digest(parent, sequence.tokens[at * size : (at + 1) * size]))
+            self.pool.register(sequence.blocks[at], digests[at])
+
+    @staticmethod
+    def _keep_prompt_logprobs(sequence: Sequence, row: Row, output: StepOutput) -> None:
+        """Append a chunk's values once, although a preempted prompt is computed again."""
+        kept = sum(len(chunk.chosen) for chunk in sequence.prompt_logprobs)
+        chunk = output.prompt_logprobs[output.plan.rows.index(row)]
+        if row.start == kept:
+            sequence.prompt_logprobs.append(chunk)
+
+    def _fail(self, sequence: Sequence, error: BaseException) -> Update:
+        self.end(sequence)
+        return Update(sequence, -1, "", None, -1, None, None, error)
+
+    @staticmethod
+    def _step_error(output: StepOutput) -> StepFailed:
+        error = StepFailed(f"step {output.plan.step_id} failed: {output.error!r}")
+        error.__cause__ = output.error
+        return error
+
+    # -- checking ------------------------------------------------------------------------------------------------
+
+    def owners(self) -> Iterable[Sequence]:
+        """All sequences that own a slot."""
+        return [*self.running, *self.leaving]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless slots, blocks and queues agree with each other."""
+        owners = list(self.owners())
+        slots = [s.slot for s in owners] + self._free_slots
+        if sorted(slots) != list(range(self.limits.num_slots)):
+            raise AssertionError(f"slots are lost or owned twice: {sorted(slots)}")
+        self.pool.check_integrity(s.blocks for s in owners)
+        for queue, state in ((self.waiting, State.WAITING), (self.running, State.RUNNING)):
+            if any(s.state is not state for s in queue):
+                raise AssertionError(f"a sequence in the {state.value} queue is in another state")
+            if queue != sorted(queue, key=_rank):
+                raise AssertionError(f"the {state.value} queue is out of order")
+        for sequence in owners:
+            if sequence.state is State.ENDED:  # what it drew since is dropped, so its counts say nothing
+                continue
+            if not sequence.num_computed <= sequence.num_planned <= sequence.length:
+                raise AssertionError(f"{sequence!r} counts more positions than it has")
+            if len(sequence.blocks) * self.limits.block_size < sequence.num_planned:
+                raise AssertionError(f"{sequence!r} has positions without a block")

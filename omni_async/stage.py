@@ -1,0 +1,320 @@
+"""The loop that drives one stage: admit, plan, launch, commit, publish. It runs on the engine's own thread."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol, cast
+
+from omni_async.bridge import Waiter, wake
+from omni_async.errors import DeadlineExceeded, EngineClosed
+from omni_async.mailbox import Mailbox, Outlet, Piece
+from omni_async.scheduler.plan import StepOutput, StepPlan
+from omni_async.scheduler.scheduler import Scheduler, Update
+from omni_async.scheduler.sequence import Sequence, State
+from omni_async.types import Finished, FinishReason, Timings, Usage
+
+
+class StepRunner(AbstractAsyncContextManager["StepRunner"], Protocol):
+    """Runs plans on the device, in the order of their launch."""
+
+    def launch(self, plan: StepPlan) -> Awaitable[StepOutput]:
+        """Start a step without waiting for it; a failure is part of the output, never raised."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request that the stage knows: its answers and what must be undone at its end."""
+
+    mailbox: Mailbox
+    sequences: list[Sequence]
+    deadline_s: float | None = None
+    unfinished: int = 0
+    deadline: asyncio.TimerHandle | None = None
+    admitted_s: list[float | None] = field(default_factory=list)
+    first_token_s: list[float | None] = field(default_factory=list)
+    """By answer; `None` until it happens."""
+
+
+class RequestEnded(Protocol):
+    """Told of each end before the caller is, so that the id may be used again."""
+
+    def __call__(self, mailbox: Mailbox) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageStats:
+    """A stage at one moment; cached blocks without an owner count as free."""
+
+    running: int
+    waiting: int
+    held: int
+    """Running answers whose callers have too much unread."""
+    requests: int
+    slots_used: int
+    slots_total: int
+    blocks_free: int
+    blocks_total: int
+    blocks_findable: int
+    steps: int
+    preemptions: int
+    tokens: int
+    """Tokens drawn so far."""
+
+
+class Stage:
+    """One model's scheduler and runner, and the requests between them.
+
+    `submit`, `cancel`, `wake` and `close` may be called on any thread and never block.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, *, pipelined: bool, on_end: RequestEnded) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._depth = 1 if pipelined else 0
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._awake = asyncio.Event()
+        self._waking = False
+        self._submitted: deque[ActiveRequest] = deque()
+        self._cancelled: deque[Mailbox] = deque()
+        self._active: dict[Mailbox, ActiveRequest] = {}
+        self._closing: BaseException | None = None
+        self._has_ended = False
+        self._tokens = 0
+        self._woken: list[Waiter] = []
+
+    # -- called from any thread ----------------------------------------------------------------------------------
+
+    def submit(self, request: ActiveRequest) -> None:
+        """Hand over a prepared request."""
+        self._submitted.append(request)
+        if self._has_ended:  # nobody will look at the queue again
+            self._refuse_submitted()
+        self.wake()
+
+    def cancel(self, mailbox: Mailbox, outcome: FinishReason | BaseException) -> None:
+        """End a request, submitted yet or not; its caller, if there still is one, sees `outcome`."""
+        mailbox.outcome = outcome
+        self._cancelled.append(mailbox)
+        self.wake()
+
+    def close(self, error: BaseException) -> None:
+        """End every request with `error` and leave `run`."""
+        if self._closing is None:
+            self._closing = error
+        self.wake()
+
+    def wake(self) -> None:
+        """Look at what has changed."""
+        if not self._waking:
+            self._waking = True
+            try:
+                self._loop.call_soon_threadsafe(self._awake.set)
+            except RuntimeError:  # the loop has ended, and every request with it
+                return
+
+    def stats(self) -> StageStats:
+        """The stage's counters."""
+        scheduler = self.scheduler
+        return StageStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            held=sum(sequence.held for sequence in scheduler.running.copy()),
+            requests=len(self._active),
+            slots_used=scheduler.slots_used,
+            slots_total=scheduler.limits.num_slots,
+            blocks_free=scheduler.pool.num_free,
+            blocks_total=scheduler.pool.num_blocks,
+            blocks_findable=scheduler.pool.num_findable,
+            steps=scheduler.num_steps,
+            preemptions=scheduler.num_preemptions,
+            tokens=self._tokens,
+        )
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until `close`; every request has ended when this returns or raises."""
+        flying: deque[Awaitable[StepOutput]] = deque()
+        error: BaseException = EngineClosed("the engine's loop ended")
+        try:
+            async with self._runner:
+                while self._closing is None:
+                    self._admit()
+                    plan = self.scheduler.plan()
+                    if plan is not None:
+                        self._stamp_admissions(plan)
+                        flying.append(self._runner.launch(plan))
+                    if not flying:
+                        await self._sleep()
+                    elif plan is None or len(flying) > self._depth:
+                        self._publish(self.scheduler.commit(await flying.popleft()))
+                error = self._closing
+                self._end_all(error)
+                while flying:
+                    self.scheduler.commit(await flying.popleft())
+        except BaseException as fault:
+            error = EngineClosed(f"the engine stopped on a fault: {fault!r}")
+            error.__cause__ = fault
+            raise
+        finally:
+            self._closing = error
+            self._has_ended = True
+            self._end_all(error)
+
+    async def _sleep(self) -> None:
+        """Wait for a message.
+
+        While `_waking` is true the event is set or about to be. It is lowered before the event, and the queues are
+        read after both, so no message is missed.
+        """
+        await self._awake.wait()
+        self._waking = False
+        self._awake.clear()
+
+    def _admit(self) -> None:
+        """Take in what has been submitted and cancelled since the last step."""
+        while self._submitted:
+            request = self._submitted.popleft()
+            self._active[request.mailbox] = request
+            request.unfinished = len(request.sequences)
+            request.admitted_s = [None] * len(request.sequences)
+            request.first_token_s = [None] * len(request.sequences)
+            for sequence in request.sequences:
+                self.scheduler.add(sequence)
+            if request.mailbox.outcome is not None:  # cancelled while it was prepared
+                self._end(request, request.mailbox.outcome)
+            elif request.deadline_s is not None:
+                left = request.mailbox.submitted + request.deadline_s - perf_counter()
+                request.deadline = self._loop.call_later(max(left, 0), self._expire, request)
+        while self._cancelled:
+            mailbox = self._cancelled.popleft()
+            active = self._active.get(mailbox)
+            if active is not None and mailbox.outcome is not None:
+                self._end(active, mailbox.outcome)
+        self._hand_over()
+
+    def _expire(self, request: ActiveRequest) -> None:
+        limit = f"the deadline of {request.deadline_s:g} s passed"
+        self._end(request, DeadlineExceeded(f"request {request.mailbox.request_id!r}: {limit}"))
+        self._hand_over()
+        self.wake()
+
+    def _stamp_admissions(self, plan: StepPlan) -> None:
+        for admission in plan.admissions:
+            outlet = _outlet(admission.sequence)
+            times = self._active[outlet.mailbox].admitted_s
+            if times[outlet.index] is None:
+                times[outlet.index] = perf_counter() - outlet.mailbox.submitted
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    def _publish(self, updates: list[Update]) -> None:
+        """Put what a step brought into the mailboxes and wake their readers. Never waits."""
+        for update in updates:
+            sequence = update.sequence
+            outlet = _outlet(sequence)
+            mailbox = outlet.mailbox
+            if update.error is not None:
+                self._end(self._active[mailbox], update.error)
+                continue
+            if outlet.produced == 0:
+                self._active[mailbox].first_token_s[outlet.index] = perf_counter() - mailbox.submitted
+            outlet.produced += 1
+            self._tokens += 1
+            logprobs = update.logprobs if sequence.num_logprobs >= 0 else None
+            mailbox.pieces.append(Piece(outlet.index, update.token_id, update.text, logprobs, update.draw))
+            if update.reason is not None:
+                self._finish(self._active[mailbox], outlet.index, update.reason, update.stop_reason)
+            if mailbox.waiter is not None:
+                self._woken.append(mailbox.waiter)
+        self._hand_over()
+
+    def _finish(self, request: ActiveRequest, index: int, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """One answer is complete."""
+        sequence = request.sequences[index]
+        now = perf_counter() - request.mailbox.submitted
+        if sequence.num_prompt_logprobs >= 0 and not request.mailbox.prompt_ids:
+            request.mailbox.prompt_logprobs = sequence.prompt_logprobs
+            request.mailbox.prompt_ids = sequence.tokens[: sequence.prompt_len]
+        finished = Finished(
+            reason=reason,
+            stop_reason=stop_reason,
+            usage=Usage(sequence.prompt_len, sequence.num_output, sequence.num_cached),
+            timings=Timings(request.admitted_s[index], request.first_token_s[index], now, sequence.num_output),
+            index=index,
+            reasons={"text": reason},
+        )
+        request.unfinished -= 1
+        last = request.unfinished == 0
+        if last:
+            self._forget(request)
+        request.mailbox.pieces.append(finished)
+        if last:
+            request.mailbox.ended = True
+
+    def _end(self, request: ActiveRequest, outcome: FinishReason | BaseException) -> None:
+        """End what is left of a request, in every part of the stage."""
+        unfinished = [i for i, s in enumerate(request.sequences) if s.state is not State.ENDED]
+        for index in unfinished:
+            self.scheduler.end(request.sequences[index])
+        mailbox = request.mailbox
+        if mailbox.ended:
+            return
+        if isinstance(outcome, BaseException):
+            self._forget(request)
+            mailbox.error = outcome
+            mailbox.ended = True
+        else:
+            for index in unfinished:
+                self._finish(request, index, outcome, None)
+        if mailbox.waiter is not None:
+            self._woken.append(mailbox.waiter)
+
+    def _forget(self, request: ActiveRequest) -> None:
+        self._active.pop(request.mailbox, None)
+        if request.deadline is not None:
+            request.deadline.cancel()
+        self._on_end(request.mailbox)
+
+    def _end_all(self, error: BaseException) -> None:
+        for request in list(self._active.values()):
+            self._end(request, _again(error))
+        self._hand_over()
+        self._refuse_submitted()
+
+    def _refuse_submitted(self) -> None:
+        """Requests that came too late end here, on whichever thread noticed."""
+        error = self._closing or EngineClosed("the engine is closed")
+        while True:
+            try:
+                mailbox = self._submitted.popleft().mailbox
+            except IndexError:
+                return
+            self._on_end(mailbox)
+            mailbox.fail(_again(error))
+
+    def _hand_over(self) -> None:
+        """Wake all readers that have news, once per event loop; requests of dead loops end."""
+        if not self._woken:
+            return
+        woken, self._woken = self._woken, []
+        gone = wake(woken)
+        if gone:
+            for mailbox in [m for m in self._active if m.waiter is not None and m.waiter.loop in gone]:
+                self.cancel(mailbox, "abort")
+
+
+def _again(error: BaseException) -> EngineClosed:
+    """Each caller gets an exception object of its own, with the same words and cause."""
+    copy = EngineClosed(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def _outlet(sequence: Sequence) -> Outlet:
+    return cast(Outlet, sequence.outlet)
