@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Self, Unpack
 import anyio
 
 from omni_async.bridge import Latch
-from omni_async.errors import DuplicateRequest, EngineClosed, EngineNotStarted, EngineStateError, QueueFull, RequestError
+from omni_async.errors import (
+    DuplicateRequest,
+    EngineClosed,
+    EngineNotStarted,
+    EngineStateError,
+    QueueFull,
+    RequestError,
+)
 from omni_async.host import Host
 from omni_async.mailbox import Mailbox
 from omni_async.options import EngineOptions, OptionFields

@@ -1,20 +1,20 @@
 """The exceptions that omni_async raises.
 
-    OmniError
-    |-- RequestError (ValueError)        the request cannot be served as written
-    |   |-- PromptTooLong                more prompt tokens than the model or its cache can hold
-    |   `-- DuplicateRequest             a live request already has this id
-    |-- OptionError (ValueError)         an engine option is illegal or does not fit the machine
-    |-- LoadError                        a checkpoint cannot be loaded; names the file and the tensor
-    |   |-- CheckpointError              missing, truncated, corrupt, unexpected or misshapen data
-    |   `-- UnsupportedModel             an architecture, quantisation or file kind that is not built in
-    |-- QueueFull                        the bounded queue of waiting requests has no place left
-    |-- DeadlineExceeded (TimeoutError)  the request's `deadline_s` passed before its end
-    |-- StepFailed                       a step raised; the original exception is `__cause__`
-    |   `-- NonFiniteLogits              the model produced NaN or infinite logits for this request
-    `-- EngineStateError (RuntimeError)  the engine is not in the state that the call needs
-        |-- EngineNotStarted
-        `-- EngineClosed                 closed by its owner, or by a fault (then `__cause__` says which)
+OmniError
+|-- RequestError (ValueError)        the request cannot be served as written
+|   |-- PromptTooLong                more prompt tokens than the model or its cache can hold
+|   `-- DuplicateRequest             a live request already has this id
+|-- OptionError (ValueError)         an engine option is illegal or does not fit the machine
+|-- LoadError                        a checkpoint cannot be loaded; names the file and the tensor
+|   |-- CheckpointError              missing, truncated, corrupt, unexpected or misshapen data
+|   `-- UnsupportedModel             an architecture, quantisation or file kind that is not built in
+|-- QueueFull                        the bounded queue of waiting requests has no place left
+|-- DeadlineExceeded (TimeoutError)  the request's `deadline_s` passed before its end
+|-- StepFailed                       a step raised; the original exception is `__cause__`
+|   `-- NonFiniteLogits              the model produced NaN or infinite logits for this request
+`-- EngineStateError (RuntimeError)  the engine is not in the state that the call needs
+    |-- EngineNotStarted
+    `-- EngineClosed                 closed by its owner, or by a fault (then `__cause__` says which)
 """
 
 

@@ -1,16 +1,21 @@
 """The engine's own thread and event loop."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from omni_async.bridge import Latch
 
-try:
-    from uvloop import new_event_loop
-except ImportError:  # not on every platform; asyncio's own loop serves as well, a little slower
-    from asyncio import new_event_loop
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    if sys.platform == "win32":  # uvloop is not made for it; asyncio's own loop serves as well, a little slower
+        return asyncio.new_event_loop()
+    import uvloop
+
+    return uvloop.new_event_loop()
 
 
 class Host:
@@ -35,7 +40,7 @@ class Host:
 
     def _run(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            with asyncio.Runner(loop_factory=_new_event_loop) as runner:
                 runner.run(self._main())
         finally:
             self.ended.set()

@@ -16,7 +16,7 @@ from omni_async.types import Finished, FinishReason
 class Piece(NamedTuple):
     """One drawn token of one answer."""
 
-    index: int
+    answer: int
     token_id: int
     text: str
     logprobs: HostLogprobs | None

@@ -42,7 +42,9 @@ class ActiveRequest:
 class RequestEnded(Protocol):
     """Told of each end before the caller is, so that the id may be used again."""
 
-    def __call__(self, mailbox: Mailbox) -> None: ...
+    def __call__(self, mailbox: Mailbox) -> None:
+        """`mailbox` has ended."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ class Stage:
 
     def _stamp_admissions(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
-            outlet = _outlet(admission.sequence)
+            outlet = cast("Outlet", admission.sequence.outlet)
             times = self._active[outlet.mailbox].admitted_s
             if times[outlet.index] is None:
                 times[outlet.index] = perf_counter() - outlet.mailbox.submitted
@@ -217,7 +219,7 @@ class Stage:
         """Put what a step brought into the mailboxes and wake their readers. Never waits."""
         for update in updates:
             sequence = update.sequence
-            outlet = _outlet(sequence)
+            outlet = cast("Outlet", sequence.outlet)
             mailbox = outlet.mailbox
             if update.error is not None:
                 self._end(self._active[mailbox], update.error)
@@ -314,7 +316,3 @@ def _again(error: BaseException) -> EngineClosed:
     copy = EngineClosed(*error.args)
     copy.__cause__ = error.__cause__
     return copy
-
-
-def _outlet(sequence: Sequence) -> Outlet:
-    return cast(Outlet, sequence.outlet)

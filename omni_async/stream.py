@@ -126,13 +126,13 @@ class EventStream:
                     events.append(self._delta(gained.pop(piece.index)))
                 events.append(self._complete(piece))
             else:
-                gained.setdefault(piece.index, []).append(piece)
+                gained.setdefault(piece.answer, []).append(piece)
         events.extend(self._delta(pieces) for pieces in gained.values())
         events.reverse()
         self._events = events
 
     def _delta(self, pieces: list[Piece]) -> TextDelta:
-        index = pieces[0].index
+        index = pieces[0].answer
         outlet = self._mailbox.outlets[index]
         outlet.taken += len(pieces)
         if outlet.held:
@@ -165,9 +165,7 @@ class EventStream:
         return replace(finished, prompt_logprobs=tuple(made))
 
 
-def token_logprob(
-    token_id: int, values: HostLogprobs, at: int, num_top: int, token_bytes: TokenBytes
-) -> TokenLogprob:
+def token_logprob(token_id: int, values: HostLogprobs, at: int, num_top: int, token_bytes: TokenBytes) -> TokenLogprob:
     """The public form of entry `at` of a step's log-probabilities."""
     ids: list[int] = values.top_ids[at, :num_top].tolist()
     best: list[float] = values.top[at, :num_top].tolist()

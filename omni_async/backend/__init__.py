@@ -1,0 +1,1 @@
+"""Device operations: the protocol, and the backends that implement it."""

@@ -1,0 +1,1 @@
+"""Models, and the protocol that the runner knows them by."""

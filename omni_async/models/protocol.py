@@ -48,8 +48,11 @@ class Weight(Protocol):
         """Its shape."""
         ...
 
-    def copy_to(self, destination: Tensor) -> None:
-        """Write it into `destination` (same shape, any float dtype) without a second full copy in memory."""
+    def copy_to(self, destination: Tensor, start: int = 0) -> None:
+        """Write it into `destination` (any float dtype) without a second full copy in memory.
+
+        A destination with fewer rows (first axis) takes those from `start` on.
+        """
         ...
 
 

@@ -20,7 +20,13 @@ class DeviceState:
     """
 
     def __init__(
-        self, spec: ModelSpec, plan: CachePlan, num_slots: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        plan: CachePlan,
+        num_slots: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.device = device
         self.block_size = block_size

@@ -44,7 +44,7 @@ class ThreadLane:
         def job() -> None:
             try:
                 result = work()
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to this piece of work
+            except BaseException as error:  # whatever it is, it belongs to this piece of work
                 self._loop.call_soon_threadsafe(_fail, future, error)
             else:
                 self._loop.call_soon_threadsafe(_succeed, future, result)

@@ -73,7 +73,7 @@ class Runner:
             try:
                 with torch.inference_mode():
                     return self._execute(plan, rows)
-            except BaseException as error:  # noqa: BLE001 - ends the requests of this plan, chained
+            except BaseException as error:  # ends the requests of this plan, chained
                 return StepOutput(plan, [], [], error=error)
 
         return self._lane.run(step)
@@ -128,13 +128,12 @@ class Runner:
             count = min(row.start + row.length, row.sequence.prompt_len - 1) - row.start
             if num_top >= 0 and count > 0:
                 targets = self._state.tokens[row.slot, row.start + 1 : row.start + 1 + count].long()
-                parts = [
-                    self._ops.logprobs(self._model.logits(h, step), ids, num_top)
-                    for h, ids in zip(
-                        hidden[first : first + count].split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True
-                    )
-                ]
-                scored[index] = _join([_host_logprobs(part) for part in parts])
+                parts: list[HostLogprobs] = []
+                for at in range(0, count, SCORED_ROWS):
+                    end = min(at + SCORED_ROWS, count)
+                    logits = self._model.logits(hidden[first + at : first + end], step)
+                    parts.append(_host_logprobs(self._ops.logprobs(logits, targets[at:end], num_top)))
+                scored[index] = _join(parts)
             first += row.length
         return scored
 
@@ -165,5 +164,3 @@ def _to_host(plan: StepPlan, drawn: Sampled, prompt_logprobs: dict[int, HostLogp
         logprobs=None if drawn.logprobs is None else _host_logprobs(drawn.logprobs),
         prompt_logprobs=prompt_logprobs,
     )
-
-

@@ -40,6 +40,11 @@ class Update(NamedTuple):
     error: BaseException | None
 
 
+DECODE = Phase.DECODE
+RUNNING = State.RUNNING
+ENDED = State.ENDED
+
+
 def _rank(sequence: Sequence) -> tuple[int, int]:
     return sequence.rank
 
@@ -92,15 +97,31 @@ class Scheduler:
         rows: list[Row] = []
         new_blocks: list[NewBlocks] = []
         admissions: list[Admission] = []
-        # One token of the budget is kept for each decoding sequence, so that long prompts never stall speech.
-        reserved = sum(s.num_planned >= s.admission_len for s in self.running)
+        # One token of the budget is kept for each decoding sequence, so that long prompts never stall the others.
+        reserved = sum([s.num_planned >= s.admission_len for s in self.running])
+        size = self.limits.block_size
         for sequence in self.running.copy():
-            if sequence.state is not State.RUNNING:  # preempted for a better one in this very loop
+            if sequence.state is not RUNNING:  # displaced by a better one in this very loop
                 continue
-            decoding = sequence.num_planned >= sequence.admission_len
-            reserved -= decoding
-            room = budget if decoding else budget - reserved
-            row = self._row(sequence, room, new_blocks)
+            start = sequence.num_planned
+            if start < sequence.admission_len:
+                row = self._row(sequence, budget - reserved, new_blocks)
+            else:
+                reserved -= 1
+                total = len(sequence.tokens) + sequence.num_pending
+                if (
+                    start + 1 == total < sequence.stop.max_length
+                    and sequence.credit > 0
+                    and start < len(sequence.blocks) * size
+                    and budget > 0
+                ):  # what `_row` comes to for nearly every row of nearly every step
+                    sequence.num_in_flight += 1
+                    sequence.num_planned = total
+                    sequence.num_pending += 1
+                    sequence.credit -= 1
+                    row = Row(sequence, sequence.slot, start, 1, DECODE, True)
+                else:
+                    row = self._row(sequence, budget, new_blocks)
             if row is not None:
                 rows.append(row)
                 budget -= row.length
@@ -263,37 +284,37 @@ class Scheduler:
         """Take in a step's results; what a sequence drew after its end is dropped."""
         updates: list[Update] = []
         draw = -1
-        failed = output.error is not None
+        error = output.error
         for index, row in enumerate(output.plan.rows):
             sequence = row.sequence
             sequence.num_in_flight -= 1
-            if row.samples:
+            samples = row.samples
+            if samples:
                 sequence.num_pending -= 1
                 draw += 1
-            if sequence.state is not State.ENDED:
-                if failed:
+            if sequence.state is not ENDED:
+                if error is not None:
                     updates.append(self._fail(sequence, self._step_error(output)))
                 else:
-                    update = self._advance(sequence, row, index, draw, output)
-                    if update is not None:
-                        updates.append(update)
+                    self._compute(sequence, row.start + row.length)
+                    if output.prompt_logprobs and index in output.prompt_logprobs:
+                        self._keep_prompt_logprobs(sequence, row.start, output.prompt_logprobs[index])
+                    if samples:
+                        updates.append(self._take(sequence, draw, output))
             if not sequence.num_in_flight and sequence in self.leaving:
                 self._return_resources(sequence)
         return updates
 
-    def _advance(self, sequence: Sequence, row: Row, index: int, draw: int, output: StepOutput) -> Update | None:
-        if output.prompt_logprobs and index in output.prompt_logprobs:
-            self._keep_prompt_logprobs(sequence, row, output)
-        if not row.samples:
-            self._compute(sequence, row.start + row.length)
-            return None
+    def _take(self, sequence: Sequence, draw: int, output: StepOutput) -> Update:
+        """Append a drawn token and see whether it is the last. A stop goes before the length limit."""
         if not output.finite[draw]:
             self.pool.unregister(sequence.blocks)
-            error = NonFiniteLogits(f"the model's logits after {row.start + row.length} tokens are not finite")
-            return self._fail(sequence, error)
+            return self._fail(
+                sequence, NonFiniteLogits(f"the model's logits after {len(sequence.tokens)} tokens are not finite")
+            )
         token = output.token_ids[draw]
-        sequence.tokens.append(token)
-        self._compute(sequence, row.start + row.length)
+        tokens = sequence.tokens
+        tokens.append(token)
         text = ""
         stop = sequence.stop
         reason: FinishReason | None = None
@@ -307,7 +328,7 @@ class Scheduler:
             text = stream.push(token)
             if stream.matched is not None:
                 reason, stop_reason = "stop", stream.matched
-        if reason is None and len(sequence.tokens) >= stop.max_length:
+        if reason is None and len(tokens) >= stop.max_length:
             reason = "length"
         if reason is not None:
             if stream is not None:
@@ -330,11 +351,9 @@ class Scheduler:
             self.pool.register(sequence.blocks[at], digests[at])
 
     @staticmethod
-    def _keep_prompt_logprobs(sequence: Sequence, row: Row, output: StepOutput) -> None:
+    def _keep_prompt_logprobs(sequence: Sequence, start: int, chunk: HostLogprobs) -> None:
         """Append a chunk's values once, although a preempted prompt is computed again."""
-        kept = sum(len(chunk.chosen) for chunk in sequence.prompt_logprobs)
-        chunk = output.prompt_logprobs[output.plan.rows.index(row)]
-        if row.start == kept:
+        if start == sum(len(kept.chosen) for kept in sequence.prompt_logprobs):
             sequence.prompt_logprobs.append(chunk)
 
     def _fail(self, sequence: Sequence, error: BaseException) -> Update:

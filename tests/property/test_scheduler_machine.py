@@ -37,9 +37,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         depth=st.integers(1, 3),
     )
-    def start(
-        self, slots: int, block_size: int, spare_blocks: int, max_step: int, caching: bool, depth: int
-    ) -> None:
+    def start(self, slots: int, block_size: int, spare_blocks: int, max_step: int, caching: bool, depth: int) -> None:
         self.max_len = 24
         num_blocks = -(-self.max_len // block_size) + spare_blocks
         self.scheduler = Scheduler(

@@ -62,7 +62,7 @@ def plan_attention(batch: AttentionBatch, block_size: int, dtype: torch.dtype) -
     sizes = torch.frexp(batch.context_lens.clamp(min=MIN_PADDED_CONTEXT).float()).exponent.masked_fill(~single, 0)
     groups = tuple(
         _decode_group(batch, (sizes == size).nonzero().flatten(), block_size, dtype)
-        for size in sizes.unique().tolist()
+        for size in sorted(set(sizes.tolist()))
         if size > 0
     )
     rows = tuple(

@@ -15,7 +15,7 @@ def rotate(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
     half = rotary.rotary_dim // 2
     cos = rotary.cos.index_select(0, positions)[:, None, None]
     sin = rotary.sin.index_select(0, positions)[:, None]
-    pairs = x[..., : rotary.rotary_dim].float().unflatten(-1, (2, half))
+    pairs = x[..., : rotary.rotary_dim].float().view(*x.shape[:2], 2, half)
     turned = pairs * cos
     turned[:, :, 0].addcmul_(pairs[:, :, 1], sin, value=-1)
     turned[:, :, 1].addcmul_(pairs[:, :, 0], sin)
@@ -39,13 +39,13 @@ def rotate_and_cache(
     num_kv_heads, head_size = cache[0].shape[2:]
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_size)
     if norm is None:
-        rotated = rotate(heads[:, : num_heads + num_kv_heads], positions, rotary)
-        queries, keys = rotated.split((num_heads, num_kv_heads), dim=1)
+        rotated = rotate(heads[:, :-num_kv_heads], positions, rotary)
+        queries, keys = rotated[:, :num_heads], rotated[:, num_heads:]
     else:
-        queries, keys, _ = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        queries = rotate(F.rms_norm(queries, (head_size,), norm.query, norm.eps), positions, rotary)
-        keys = rotate(F.rms_norm(keys, (head_size,), norm.key, norm.eps), positions, rotary)
-    values = heads[:, num_heads + num_kv_heads :]
+        queries = F.rms_norm(heads[:, :num_heads], (head_size,), norm.query, norm.eps)
+        keys = F.rms_norm(heads[:, num_heads:-num_kv_heads], (head_size,), norm.key, norm.eps)
+        queries, keys = (rotate(part, positions, rotary) for part in (queries, keys))
+    values = heads[:, -num_kv_heads:]
     if int(slot_mapping.amin()) < 0:
         written = (slot_mapping >= 0).nonzero().flatten()
         slot_mapping, keys, values = slot_mapping[written], keys[written], values[written]

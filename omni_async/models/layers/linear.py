@@ -1,0 +1,34 @@
+"""Matrices, fused along their outputs where they read the same input."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from omni_async.backend.ops import Ops
+from omni_async.models.layers.weights import Destinations
+
+
+class Linear:
+    """`x W^T + b`, where W stacks the checkpoint's matrices `parts` (name -> outputs), so one product serves all."""
+
+    def __init__(
+        self, num_inputs: int, parts: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._parts = dict(parts)
+        num_outputs = sum(self._parts.values())
+        self.weight = torch.empty((num_outputs, num_inputs), dtype=dtype, device=device)
+        self.bias = torch.empty(num_outputs, dtype=dtype, device=device) if bias else None
+
+    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
+        """`[T, I]` -> `[T, O]`."""
+        return ops.linear(x, self.weight, self.bias)
+
+    def destinations(self, prefix: str) -> Destinations:
+        """Where the checkpoint's matrices and biases belong."""
+        first = 0
+        for name, size in self._parts.items():
+            yield f"{prefix}{name}.weight", self.weight[first : first + size]
+            if self.bias is not None:
+                yield f"{prefix}{name}.bias", self.bias[first : first + size]
+            first += size

@@ -1,0 +1,66 @@
+"""Tables of rotary position embeddings (https://arxiv.org/abs/2104.09864) and their scaled kinds."""
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from omni_async.backend.ops import Rotary
+from omni_async.errors import UnsupportedModel
+
+STATIC_SCALINGS = ("linear", "yarn", "llama3")
+"""Kinds whose frequencies are the same at every position."""
+
+
+def make_rotary(config: PretrainedConfig, head_size: int, device: torch.device) -> Rotary:
+    """Tables for all positions of the model, as `config.rope_parameters` describes them.
+
+    The kind "dynamic" rotates position p as `transformers` does when a sequence grows to p + 1 tokens. So it equals
+    `transformers` for any prompt of at most `max_position_embeddings` tokens and any continuation of it. A longer
+    prompt differs: there `transformers` rotates all of its tokens by the prompt's length, so its result depends on
+    how a prompt is cut into steps; a table's does not.
+
+    Raises:
+        UnsupportedModel: the kind of scaling is not built in.
+    """
+    parameters = config.rope_parameters
+    kind = parameters["rope_type"]
+    rotary_dim = int(head_size * parameters.get("partial_rotary_factor", 1.0))
+    positions = torch.arange(max_positions(config), dtype=torch.float32, device=device)
+    attention_factor = 1.0
+    if kind == "default":
+        angles = torch.outer(positions, _frequencies(parameters["rope_theta"], rotary_dim, device))
+    elif kind == "dynamic":
+        bases = _dynamic_bases(config, rotary_dim, positions)
+        angles = positions[:, None] * _frequencies(bases[:, None], rotary_dim, device)
+    elif kind in STATIC_SCALINGS:
+        frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device)
+        angles = torch.outer(positions, frequencies)
+    else:
+        raise UnsupportedModel(f"rope_type {kind!r} is not one of default, dynamic, {', '.join(STATIC_SCALINGS)}")
+    return Rotary(angles.cos() * attention_factor, angles.sin() * attention_factor, rotary_dim)
+
+
+def max_positions(config: PretrainedConfig) -> int:
+    """Positions that the scaled rotation covers; "dynamic" and "yarn" extend those of the training."""
+    parameters = config.rope_parameters
+    length: int = config.max_position_embeddings
+    if parameters["rope_type"] == "dynamic":
+        return int(length * parameters["factor"])
+    if parameters["rope_type"] == "yarn" and parameters["factor"] is not None:
+        return max(length, int(parameters["original_max_position_embeddings"] * parameters["factor"]))
+    return length
+
+
+def _frequencies(base: float | Tensor, rotary_dim: int, device: torch.device) -> Tensor:
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
+    return 1.0 / (base**exponents)
+
+
+def _dynamic_bases(config: PretrainedConfig, rotary_dim: int, positions: Tensor) -> Tensor:
+    """The base of each position by NTK-aware scaling (https://arxiv.org/abs/2309.00071, appendix B.1)."""
+    theta, factor = config.rope_parameters["rope_theta"], config.rope_parameters["factor"]
+    lengths = (positions + 1).clamp(min=config.max_position_embeddings)
+    stretch: Tensor = factor * lengths / config.max_position_embeddings - (factor - 1)
+    bases: Tensor = theta * stretch ** (rotary_dim / (rotary_dim - 2))
+    return bases
