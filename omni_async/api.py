@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 INTAKE_THREADS = 4
 """Threads that tokenise; more than one, so that a prompt of megabytes delays only itself."""
 
+CLOSED = "the engine is closed; make a new one"
+
 
 class Engine:
     """A model that answers requests, inside an async program.
@@ -132,7 +134,7 @@ class Engine:
         self._closing = True
         stage = self._stage
         if stage is not None:
-            stage.close(EngineClosed("the engine was closed by its owner"))
+            stage.close(EngineClosed(CLOSED))
 
     async def _main(self) -> None:
         """What the engine's thread runs."""
@@ -149,14 +151,10 @@ class Engine:
             self._ready.set()
         if self._closing:  # closed while it was loading
             self._request_close()
-        try:
-            await stage.run()
-        except BaseException as error:
-            self._failure = error
-        finally:
-            self._preparing.shutdown(wait=False, cancel_futures=True)
-            self._fail_live(EngineClosed("the engine was closed"))
-            self._preparing.shutdown(wait=True)
+        await stage.run()
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+        self._fail_live()
+        self._preparing.shutdown(wait=True)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -185,7 +183,7 @@ class Engine:
             self._preparing.submit(self._prepare, stage, intake, request, params, mailbox)
         except RuntimeError as error:  # the pool was shut down meanwhile
             self._forget(mailbox)
-            raise EngineClosed("the engine was closed") from error
+            raise self._closed_error() or EngineClosed(CLOSED) from error
         return EventStream(
             self,
             mailbox,
@@ -238,14 +236,21 @@ class Engine:
         return {intake.stage: stage.stats()}
 
     def _running(self) -> tuple[Stage, "Intake"]:
-        if self._failure is not None:
-            error = EngineClosed(f"the engine stopped on a fault: {self._failure!r}")
-            raise error from self._failure
-        if self._closing:
-            raise EngineClosed("the engine is closed; make a new one")
+        closed = self._closed_error()
+        if closed is not None:
+            raise closed
         if self._stage is None or self._intake is None:
             raise EngineNotStarted("the engine is not running yet: use it inside `async with`")
         return self._stage, self._intake
+
+    def _closed_error(self) -> EngineClosed | None:
+        if self._stage is not None:
+            return self._stage.closed_error()
+        if self._failure is not None:
+            error = EngineClosed(f"the engine did not start: {self._failure!r}")
+            error.__cause__ = self._failure
+            return error
+        return EngineClosed(CLOSED) if self._closing else None
 
     def _prepare(
         self, stage: Stage, intake: "Intake", request: Request, params: SamplingParams, mailbox: Mailbox
@@ -282,7 +287,7 @@ class Engine:
                 del self._live[mailbox.request_id]
                 self._num_live -= len(mailbox.outlets)
 
-    def _fail_live(self, error: EngineClosed) -> None:
+    def _fail_live(self) -> None:
         """End whatever never reached the stage."""
         with self._lock:
             mailboxes = list(self._live.values())
@@ -290,7 +295,7 @@ class Engine:
             self._num_live = 0
         for mailbox in mailboxes:
             if not mailbox.ended:
-                mailbox.fail(error)
+                mailbox.fail(self._closed_error() or EngineClosed(CLOSED))
 
     # -- what streams tell the engine; see `omni_async.stream.Desk` -----------------------------------------------
 

@@ -9,7 +9,6 @@ from typing import Any
 from omni_async.bridge import Latch
 
 
-
 def _new_event_loop() -> asyncio.AbstractEventLoop:
     if sys.platform == "win32":  # uvloop is not made for it; asyncio's own loop serves as well, a little slower
         return asyncio.new_event_loop()

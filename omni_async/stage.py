@@ -110,6 +110,14 @@ class Stage:
             self._closing = error
         self.wake()
 
+    def closed_error(self) -> EngineClosed | None:
+        """Why the stage takes no more requests, known before the first of them ends; each call makes a new object."""
+        if self._closing is None:
+            return None
+        error = EngineClosed(*self._closing.args)
+        error.__cause__ = self._closing.__cause__
+        return error
+
     def wake(self) -> None:
         """Look at what has changed."""
         if not self._waking:
@@ -140,33 +148,32 @@ class Stage:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until `close`; every request has ended when this returns or raises."""
-        flying: deque[Awaitable[StepOutput]] = deque()
-        error: BaseException = EngineClosed("the engine's loop ended")
+        """Serve until `close`, or until a fault of the engine itself, which then is every request's error."""
         try:
             async with self._runner:
-                while self._closing is None:
-                    self._admit()
-                    plan = self.scheduler.plan()
-                    if plan is not None:
-                        self._stamp_admissions(plan)
-                        flying.append(self._runner.launch(plan))
-                    if not flying:
-                        await self._sleep()
-                    elif plan is None or len(flying) > self._depth:
-                        self._publish(self.scheduler.commit(await flying.popleft()))
-                error = self._closing
-                self._end_all(error)
-                while flying:
-                    self.scheduler.commit(await flying.popleft())
+                await self._serve()
         except BaseException as fault:
-            error = EngineClosed(f"the engine stopped on a fault: {fault!r}")
-            error.__cause__ = fault
-            raise
-        finally:
-            self._closing = error
-            self._has_ended = True
-            self._end_all(error)
+            self._closing = EngineClosed(f"the engine stopped on a fault: {fault!r}")
+            self._closing.__cause__ = fault
+        self._has_ended = True
+        self._end_all()
+
+    async def _serve(self) -> None:
+        """The loop: while the device runs a step, the one before it is committed and the next one is planned."""
+        flying: deque[Awaitable[StepOutput]] = deque()
+        while self._closing is None:
+            self._admit()
+            plan = self.scheduler.plan()
+            if plan is not None:
+                self._stamp_admissions(plan)
+                flying.append(self._runner.launch(plan))
+            if not flying:
+                await self._sleep()
+            elif plan is None or len(flying) > self._depth:
+                self._publish(self.scheduler.commit(await flying.popleft()))
+        self._end_all()
+        while flying:
+            self.scheduler.commit(await flying.popleft())
 
     async def _sleep(self) -> None:
         """Wait for a message.
@@ -283,22 +290,24 @@ class Stage:
             request.deadline.cancel()
         self._on_end(request.mailbox)
 
-    def _end_all(self, error: BaseException) -> None:
+    def _end_all(self) -> None:
         for request in list(self._active.values()):
-            self._end(request, _again(error))
+            self._end(request, self._closed())
         self._hand_over()
         self._refuse_submitted()
 
+    def _closed(self) -> EngineClosed:
+        return self.closed_error() or EngineClosed("the engine is closed")
+
     def _refuse_submitted(self) -> None:
         """Requests that came too late end here, on whichever thread noticed."""
-        error = self._closing or EngineClosed("the engine is closed")
         while True:
             try:
                 mailbox = self._submitted.popleft().mailbox
             except IndexError:
                 return
             self._on_end(mailbox)
-            mailbox.fail(_again(error))
+            mailbox.fail(self._closed())
 
     def _hand_over(self) -> None:
         """Wake all readers that have news, once per event loop; requests of dead loops end."""
@@ -309,10 +318,3 @@ class Stage:
         if gone:
             for mailbox in [m for m in self._active if m.waiter is not None and m.waiter.loop in gone]:
                 self.cancel(mailbox, "abort")
-
-
-def _again(error: BaseException) -> EngineClosed:
-    """Each caller gets an exception object of its own, with the same words and cause."""
-    copy = EngineClosed(*error.args)
-    copy.__cause__ = error.__cause__
-    return copy

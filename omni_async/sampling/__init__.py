@@ -1,0 +1,1 @@
+"""How tokens are drawn: parameters, their tables on the device, and the reference sampler."""

@@ -68,20 +68,29 @@ async def test_steps_that_fail_from_the_third_on(kind: type[BaseException], pipe
 
 async def test_a_step_fails_only_the_requests_in_it() -> None:
     """The waiting ones run in later steps."""
-    fail_at = [3]
+    armed = [False]
 
     def on_step(step: int) -> None:
-        if step == fail_at[0]:
+        if armed[0]:
+            armed[0] = False
             raise ValueError("planted")
 
     model = ScriptedModel([HELLO, ENDLESS], on_step=on_step)
     async with scripted_engine(model, max_slots=4) as engine:
+        running = [engine.stream(Request(prompt="go")) for _ in range(4)]
+        for stream in running:
+            await anext(stream)
+        waiting = [engine.stream(Request(prompt="Hi")) for _ in range(2)]
         with anyio.fail_after(5):
-            results = await gather(
-                engine, [Request(prompt="go", priority=0)] * 4 + [Request(prompt="Hi", priority=1)] * 2
-            )
-        assert all(isinstance(result, StepFailed) for result in results[:4])
-        assert [result.text for result in results[4:]] == ["Hello you"] * 2  # type: ignore[attr-defined]
+            while engine.stats()["text"].waiting < 2:
+                await anyio.sleep(0.001)
+            armed[0] = True
+            for stream in running:
+                with pytest.raises(StepFailed):
+                    async for _ in stream:
+                        pass
+            for stream in waiting:
+                assert "".join([e.text async for e in stream if isinstance(e, TextDelta)]) == "Hello you"
         await becomes_idle(engine)
 
 

@@ -56,7 +56,7 @@ OTHER = token_ids(33, VOCAB, seed=2)
 
 
 async def ask(engine: Engine, prompt: list[int], **sampling: object) -> Generation:
-    params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
     return await engine.generate(Request(prompt_token_ids=prompt, sampling=params))
 
 
@@ -77,7 +77,9 @@ async def test_a_penalised_request_joins_a_running_one(penalties: dict[str, floa
     penalised = greedy_loop(OTHER, 32, **short)
     assert penalised != greedy_loop(OTHER, 32)
 
-    async def both(first: list[int], then: list[int], first_args: dict[str, object], then_args: dict[str, object]) -> None:
+    async def both(
+        first: list[int], then: list[int], first_args: dict[str, object], then_args: dict[str, object]
+    ) -> None:
         async with engine(max_slots=2) as e:
             results: dict[str, tuple[int, ...]] = {}
 
@@ -86,7 +88,8 @@ async def test_a_penalised_request_joins_a_running_one(penalties: dict[str, floa
 
             ids: list[int] = []
             request = Request(
-                prompt_token_ids=first, sampling=SamplingParams(temperature=0.0, **first_args)  # type: ignore[arg-type]
+                prompt_token_ids=first,
+                sampling=SamplingParams(temperature=0.0, ignore_eos=True, **first_args),  # type: ignore[arg-type]
             )
             async with anyio.create_task_group() as group, e.stream(request) as events:
                 started = False
@@ -113,7 +116,7 @@ async def test_a_penalised_request_is_preempted_and_resumes() -> None:
         request = Request(
             prompt_token_ids=OTHER,
             priority=1,
-            sampling=SamplingParams(temperature=0.0, max_tokens=32, repetition_penalty=1.5),
+            sampling=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=32, repetition_penalty=1.5),
         )
         ids: list[int] = []
         async with e.stream(request) as events:
@@ -268,7 +271,9 @@ async def test_the_last_legal_id_can_be_forced() -> None:
 async def test_logprobs_of_answers_and_prompts() -> None:
     async with engine(max_step_tokens=16, max_slots=4) as e:
         for wanted in (0, 1, 5, VOCAB, -1):
-            result = await ask(e, PROMPT, temperature=1.5, seed=3, max_tokens=12, logprobs=wanted, prompt_logprobs=wanted)
+            result = await ask(
+                e, PROMPT, temperature=1.5, seed=3, max_tokens=12, logprobs=wanted, prompt_logprobs=wanted
+            )
             whole = [*PROMPT, *result.token_ids]
             truth = reference_logits(REFERENCE, whole).log_softmax(-1)
             count = VOCAB if wanted == -1 else wanted

@@ -33,9 +33,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama-yarn": LlamaConfig(**SIZES, **rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "llama-llama3": LlamaConfig(
         **SIZES,
-        **rope(
-            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-        ),
+        **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
     ),
     "llama-old-names": LlamaConfig(**SIZES, rope_theta=5e4, rope_scaling={"type": "linear", "factor": 2.0}),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -115,3 +113,17 @@ def test_comparison_sees_one_changed_matrix(name: str, layer: int, tmp_path: Any
     logits = Forward(pair.model, choose_ops("reference"), [PROMPTS[1]]).run(whole([15]))[0]
     assert (logits - pair.expected[1]).abs().max() < TOLERANCE
     assert (logits - changed).abs().max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama-untied-biased", "qwen3-tied-biased", "moe-some-dense"])
+def test_half_precision_is_as_close_as_the_reference(name: str, dtype: torch.dtype, tmp_path: Any) -> None:
+    pair = Pair(name, tmp_path)
+    exact = pair.expected[4]
+    model = ARCHITECTURES[type(pair.reference).__name__](pair.config, dtype=dtype, device=torch.device("cpu"))
+    model.load(saved_weights(pair.reference, tmp_path))
+    logits = Forward(model, choose_ops("reference"), PROMPTS, dtype=dtype).run(staggered(LENGTHS, 9))[4]
+    assert logits.dtype == dtype
+    error = (logits - exact).abs().mean()
+    usual = (reference_logits(pair.reference.to(dtype), PROMPTS[4]) - exact).abs().mean()
+    assert error < 1.2 * usual

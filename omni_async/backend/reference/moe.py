@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from omni_async.backend.reference.linear import linear
+
 
 def moe(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalise: bool) -> Tensor:
     """See `Ops.moe`."""
@@ -19,8 +21,8 @@ def moe(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: 
         if count == 0:
             continue
         chosen = order[first : first + count]
-        gate, up = F.linear(x[chosen // top_k], gate_up[expert]).chunk(2, dim=-1)
-        routed[chosen] = F.linear(F.silu(gate) * up, down[expert])
+        gate, up = linear(x[chosen // top_k], gate_up[expert]).chunk(2, dim=-1)
+        routed[chosen] = linear(F.silu(gate) * up, down[expert])
         first += count
     # Summed in float32 and in the router's order, so that a token's result does not depend on its neighbours'.
     return (routed.view(len(x), top_k, -1) * weights[..., None]).sum(dim=1).to(x.dtype)

@@ -16,6 +16,7 @@ from omni_async.backend.ops import (
 )
 from omni_async.backend.reference.attention import AttentionPlan, attend, plan_attention
 from omni_async.backend.reference.inputs import prepare
+from omni_async.backend.reference.linear import linear
 from omni_async.backend.reference.moe import moe
 from omni_async.backend.reference.rotary import rotate_and_cache
 from omni_async.sampling import reference as sampling
@@ -38,7 +39,7 @@ class ReferenceOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Ops.linear`."""
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.rms_norm`."""

@@ -1,0 +1,1 @@
+"""Benchmarks of omni_async; see `python -m bench.engine --help`."""

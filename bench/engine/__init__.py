@@ -1,0 +1,1 @@
+"""Benchmarks of the whole engine and of its host side."""

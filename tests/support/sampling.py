@@ -1,0 +1,69 @@
+"""Batches for the sampler, made through the real parameter table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from omni_async.backend.ops import SamplingBatch
+from omni_async.sampling.params import RowParams, check, needs, resolve
+from omni_async.sampling.table import SamplingTable
+from omni_async.scheduler.sequence import SamplingNeeds
+from omni_async.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Defaults:
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One row: its parameters and the tokens before the one to be drawn."""
+
+    params: SamplingParams
+    prompt: Sequence[int] = (0,)
+    answer: Sequence[int] = ()
+    eos: Sequence[int] = ()
+    choice: int = 0
+
+    def row(self, vocab_size: int) -> RowParams:
+        check(self.params, vocab_size)
+        seed = self.params.seed or 0
+        return resolve(self.params, Defaults(), vocab_size, self.eos, len(self.prompt), seed, self.choice)
+
+
+def ask(prompt: Sequence[int] = (0,), answer: Sequence[int] = (), eos: Sequence[int] = (), **params: object) -> Ask:
+    return Ask(SamplingParams(**params), prompt, answer, eos)  # type: ignore[arg-type]
+
+
+def batch_of(rows: Sequence[Ask], vocab_size: int, num_logprobs: int = -1) -> SamplingBatch:
+    """All rows in one batch, in slots of their own; what lies past a row's tokens in the pool is another's."""
+    table = SamplingTable(len(rows), vocab_size, torch.device("cpu"))
+    made = [row.row(vocab_size) for row in rows]
+    slots = list(reversed(range(len(rows))))
+    table.write(slots, made)
+    lengths = np.array([len(row.prompt) + len(row.answer) for row in rows], np.int64)
+    tokens = torch.full((len(rows), int(lengths.max()) + 3), vocab_size - 1, dtype=torch.int32)
+    for slot, row in zip(slots, rows, strict=True):
+        known = [*row.prompt, *row.answer]
+        tokens[slot, : len(known)] = torch.tensor(known, dtype=torch.int32)
+    union = SamplingNeeds.NONE
+    for row_params in made:
+        union |= needs(row_params)
+    return table.gather(np.array(slots, np.int64), lengths, tokens, union, num_logprobs)
+
+
+def draws_of(params: SamplingParams, vocab_size: int, count: int, eos: Sequence[int] = ()) -> SamplingBatch:
+    """One row's batch at `count` successive output indices."""
+    row = Ask(params, eos=eos).row(vocab_size)
+    table = SamplingTable(1, vocab_size, torch.device("cpu"))
+    table.write([0], [row])
+    lengths = np.arange(count, dtype=np.int64) + row.prompt_len
+    tokens = torch.zeros((1, 1), dtype=torch.int32)
+    return table.gather(np.zeros(count, np.int64), lengths, tokens, needs(row), -1)
