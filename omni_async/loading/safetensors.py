@@ -129,7 +129,7 @@ def _read_index(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index}: weight_map must be a non-empty JSON object, got {weight_map!r}")
     for tensor, shard in weight_map.items():
         # A shard may be a link (download caches use them), but its name must not lead out of the folder.
-        if not isinstance(shard, str) or PurePath(shard).name != shard or "\\" in shard or shard == "..":
+        if not isinstance(shard, str) or PurePath(shard).name != shard or "\\" in shard or shard in ("", ".."):
             raise CheckpointError(f"{index}: tensor {tensor}: {shard!r} is not the name of a file in the folder")
     return weight_map
 

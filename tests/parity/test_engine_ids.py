@@ -52,7 +52,7 @@ def greedy_loop(
 
 
 PROMPT = token_ids(20, VOCAB, seed=1)
-OTHER = token_ids(33, VOCAB, seed=2)
+OTHER = token_ids(33, VOCAB, seed=12)
 
 
 async def ask(engine: Engine, prompt: list[int], **sampling: object) -> Generation:

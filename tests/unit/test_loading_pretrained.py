@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,15 @@ from omni_async.errors import CheckpointError, LoadError, OptionError, Unsupport
 from omni_async.loading.loaded import Loaded
 from omni_async.loading.pretrained import load_pretrained
 from tests.support.checkpoints import EOS, save_folder, save_gguf, tiny_config
+
+NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "eos_token_ids": (EOS,),
+}
 
 
 def load(path: Path | str, dtype: str | None = None, device: str = "cpu") -> Loaded:
@@ -98,33 +108,21 @@ class TestDefaults:
     def defaults(folder: Path, generation: dict[str, object] | None) -> dict[str, Any]:
         if generation is not None:
             (folder / "generation_config.json").write_text(json.dumps(generation))
-        found = load(folder).defaults
-        return {name: getattr(found, name) for name in found.__slots__}
-
-    NEUTRAL = {
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "eos_token_ids": (EOS,),
-    }
+        return dataclasses.asdict(load(folder).defaults)
 
     @pytest.mark.parametrize("generation", [None, {}, {"do_sample": True}, {"temperature": None, "top_p": None}])
     def test_neutral(self, folder: Path, generation: dict[str, object] | None) -> None:
-        assert self.defaults(folder, generation) == self.NEUTRAL
+        assert self.defaults(folder, generation) == NEUTRAL
 
     @pytest.mark.parametrize("said", [{}, {"do_sample": True}])
     def test_what_is_recommended_is_taken(self, folder: Path, said: dict[str, object]) -> None:
         values = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.1}
-        assert self.defaults(folder, said | values) == self.NEUTRAL | values
+        assert self.defaults(folder, said | values) == NEUTRAL | values
 
     @pytest.mark.parametrize("said", [{"do_sample": False, "temperature": 0.7}, {}])
-    def test_values_for_sampling_are_not_meant_for_greedy_decoding(
-        self, folder: Path, said: dict[str, object]
-    ) -> None:
+    def test_values_for_sampling_are_not_meant_for_greedy_decoding(self, folder: Path, said: dict[str, object]) -> None:
         found = self.defaults(folder, said | {"top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1})
-        assert found == self.NEUTRAL | {"repetition_penalty": 1.1}
+        assert found == NEUTRAL | {"repetition_penalty": 1.1}
 
     @pytest.mark.parametrize(("eos", "expected"), [(7, (7,)), ([9, 7, 9], (9, 7)), (None, (EOS,))])
     def test_end_marks(self, folder: Path, eos: object, expected: tuple[int, ...]) -> None:
