@@ -3,8 +3,8 @@
 import argparse
 import asyncio
 import json
-import random
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from time import perf_counter
 
 import numpy as np
@@ -17,8 +17,8 @@ from omni_async.types import Request, SamplingParams, Timings
 MORE = """Sends requests with different random prompts and asks for answers of a fixed length. One request runs
 before the clock starts."""
 
-TOKEN_IDS = range(256)
-"""Prompts are drawn from these: every vocabulary holds them."""
+NUM_TOKEN_IDS = 256
+"""Prompts are drawn from the ids below this: every vocabulary holds them."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -43,28 +43,24 @@ def run(options: argparse.Namespace) -> ExitCode:
 
 async def _measure(engine: Engine, options: argparse.Namespace) -> tuple[float, Sequence[Timings]]:
     """Seconds for all requests, and the times of each."""
-    source = random.Random(options.seed)
+    source = np.random.default_rng(options.seed)
     sampling = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True)
 
     def make_request() -> Request:
-        ids = source.choices(TOKEN_IDS, k=options.prompt_len)
+        ids = source.integers(NUM_TOKEN_IDS, size=options.prompt_len).tolist()
         return Request(prompt_token_ids=ids, sampling=sampling)
 
     async with engine:
         await engine.generate(make_request())
         requests = iter([make_request() for _ in range(options.requests)])
-        timings: list[Timings] = []
         start = perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(options.concurrency, options.requests)):
-                group.create_task(_work(engine, requests, timings))
-        return perf_counter() - start, timings
+        timings = await asyncio.gather(*[_work(engine, requests) for _ in range(options.concurrency)])
+        return perf_counter() - start, list(chain.from_iterable(timings))
 
 
-async def _work(engine: Engine, requests: Iterator[Request], timings: list[Timings]) -> None:
+async def _work(engine: Engine, requests: Iterator[Request]) -> list[Timings]:
     """One caller: takes the next request as soon as its last one has ended."""
-    for request in requests:
-        timings.append((await engine.generate(request)).timings)
+    return [(await engine.generate(request)).timings for request in requests]
 
 
 def _figures(wall_s: float, timings: Sequence[Timings], options: argparse.Namespace) -> dict[str, float]:
@@ -87,15 +83,17 @@ def _figures(wall_s: float, timings: Sequence[Timings], options: argparse.Namesp
 
 
 def _table(figures: dict[str, float]) -> str:
-    ms = {name: value * 1e3 for name, value in figures.items()}
+    def line(name: str, key: str) -> str:
+        return f"  {name:20}{figures[key + '_median'] * 1e3:10.1f} ms median {figures[key + '_p99'] * 1e3:10.1f} ms p99"
+
     return "\n".join(
         [
             f"{figures['requests']} requests, {figures['concurrency']} at a time: "
             f"{figures['prompt_len']} tokens in, {figures['output_len']} out",
-            f"  all of them         {figures['wall_s']:10.2f} s",
-            f"  requests            {figures['requests_per_s']:10.2f} /s",
-            f"  answer tokens       {figures['output_tokens_per_s']:10.1f} /s",
-            f"  first token         {ms['first_token_s_median']:10.1f} ms median {ms['first_token_s_p99']:10.1f} ms p99",
-            f"  each further token  {ms['inter_token_s_median']:10.1f} ms median {ms['inter_token_s_p99']:10.1f} ms p99",
+            f"  {'all of them':20}{figures['wall_s']:10.2f} s",
+            f"  {'requests':20}{figures['requests_per_s']:10.2f} /s",
+            f"  {'answer tokens':20}{figures['output_tokens_per_s']:10.1f} /s",
+            line("first token", "first_token_s"),
+            line("each further token", "inter_token_s"),
         ]
     )

@@ -24,7 +24,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
         finite &= raw.amax(dim=-1).isfinite()
     token_ids = changed.argmax(dim=-1)
     if batch.has_random:
-        rows = (finite & (batch.temperature >= GREEDY_TEMPERATURE)).nonzero()[:, 0]
+        rows = (batch.temperature >= GREEDY_TEMPERATURE).nonzero()[:, 0]
         if len(rows):
             token_ids[rows] = _draw(changed[rows], best[rows], take(batch, rows))
     scores = logprobs(raw, token_ids, batch.num_logprobs) if batch.num_logprobs >= 0 else None

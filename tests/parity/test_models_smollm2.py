@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from omni_async.backend.choose import choose_ops
@@ -45,11 +46,14 @@ def model(path: Path) -> LlamaForCausalLM:
 def reference(path: Path) -> Any:
     # What `from_pretrained(gguf_file=...)` does, but for its need of the package accelerate.
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with no_init_weights():
+        reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=reference)["tensors"]
+    reference.tie_weights()
     left = reference.load_state_dict(tensors, strict=False)
     assert left.missing_keys == ["lm_head.weight"]
     assert not left.unexpected_keys
+    assert reference.lm_head.weight.data_ptr() == reference.model.embed_tokens.weight.data_ptr()
     return reference
 
 
