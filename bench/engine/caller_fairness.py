@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from statistics import mean
+from statistics import median
 
 from bench.engine.checkpoint import checkpoint
 from bench.engine.loop_hold import Holds, MeasuredLoop, read
@@ -90,11 +90,11 @@ async def _gaps(
         figures.append(Figure.of(f"{name}: gap while another {kind}", "ms", gaps, 1e3))
         per_event = [one.num_tokens / len(one.times) for one in kept]
         figures.append(Figure.of(f"{name}:   tokens per event", "tokens", per_event))
-    means = {kind: mean(one.inter_token_s for one in kept) for kind, kept in traces.items()}
-    calm = means["reads on"]
+    times = {kind: median(one.inter_token_s for one in kept) for kind, kept in traces.items()}
+    calm = times["reads on"]
     ratios = [
-        Ratio(f"{name}: time per token, another sleeps / reads on", means["sleeps 50 ms"] / calm, 1.1),
-        Ratio(f"{name}: time per token, another computes / reads on", means["computes 50 ms"] / calm),
+        Ratio(f"{name}: time per token, another sleeps / reads on", times["sleeps 50 ms"] / calm, 1.1),
+        Ratio(f"{name}: time per token, another computes / reads on", times["computes 50 ms"] / calm),
     ]
     return figures, ratios
 

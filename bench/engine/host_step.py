@@ -3,6 +3,7 @@
 import asyncio
 import cProfile
 import pstats
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from bench.settings import Settings
 
 ROWS = (1, 16, 64, 256)
 WARM_UP = 50
+ADDRESS = re.compile(" at 0x[0-9a-f]+")
 BASE_US, PER_ROW_US = 100.0, 2.0
 """The aim: microseconds of a step, and of each of its rows."""
 
@@ -42,10 +44,11 @@ def profile(num_rows: int, num_steps: int, seed: int) -> list[str]:
     ranked = sorted(stats.items(), key=lambda item: -item[1].tottime)[:18]
     lines = [f"profile of {num_rows} rows with text, us per step: own, with callees, calls per step"]
     for name, entry in ranked:
+        function = ADDRESS.sub("", name)
         where = "/".join(Path(entry.file_name).parts[-2:])
         own, whole = entry.tottime / num_steps * 1e6, entry.cumtime / num_steps * 1e6
         calls = int(entry.ncalls.split("/")[0]) / num_steps
-        lines.append(f"{own:9.2f} {whole:9.2f} {calls:8.1f}  {where}:{entry.line_number}({name})")
+        lines.append(f"{own:9.2f} {whole:9.2f} {calls:8.1f}  {where}:{entry.line_number}({function})")
     return lines
 
 

@@ -54,7 +54,6 @@ async def _decode(engine: Engine, peer: Peer, prompts: Prompts, settings: Settin
     num_tokens, repeats = settings.pick((64, 7), (4, 1))
     ours: list[float] = []
     theirs: list[float] = []
-    agree = 0
     for repeat in range(repeats + 1):
         prompt = prompts.ids(PROMPT_LEN)
         mine = await trace(engine, greedy(prompt, num_tokens))

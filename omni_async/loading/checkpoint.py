@@ -15,9 +15,6 @@ from omni_async.loading.loaded import GenerationDefaults
 from omni_async.loading.tokenizer import TextTokenizer
 from omni_async.models.protocol import Weight
 
-PIECE_ELEMENTS = 2**18
-"""Elements converted at a time: bounds the memory that a conversion needs beside its source and its target."""
-
 
 class StoredWeight(Weight, Protocol):
     """A weight that knows how much of its file it is."""
@@ -49,10 +46,10 @@ class Checkpoint:
         return self.config.architectures[0]
 
 
-def row_pieces(destination: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Consecutive views of some rows (first axis) of a tensor, each with the index of its first row."""
+def row_pieces(destination: Tensor, num_elements: int) -> Iterator[tuple[int, Tensor]]:
+    """Consecutive views of some rows (first axis), of about `num_elements`, each with the index of its first row."""
     if destination.numel():
-        rows = max(1, PIECE_ELEMENTS // destination[0].numel())
+        rows = max(1, num_elements // destination[0].numel())
         for first in range(0, len(destination), rows):
             yield first, destination[first : first + rows]
 

@@ -16,6 +16,9 @@ from omni_async.loading.checkpoint import read_json_object, row_pieces
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+PIECE_ELEMENTS = 2**22
+"""Elements copied at a time; bounds the buffer that a copy to another device with another dtype needs."""
+
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -52,7 +55,7 @@ class SafetensorsWeight:
 
     def copy_to(self, destination: Tensor, start: int = 0) -> None:
         """Write rows `start` and following into `destination`, as many as it has."""
-        for first, piece in row_pieces(destination):
+        for first, piece in row_pieces(destination, PIECE_ELEMENTS):
             piece.copy_(self.stored[start + first : start + first + len(piece)])
 
 

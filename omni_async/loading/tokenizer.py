@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from omni_async.errors import CheckpointError, RequestError, UnsupportedModel
+from omni_async.errors import CheckpointError, PromptTooLong, RequestError, UnsupportedModel
 from omni_async.text import Vocabulary
 from omni_async.types import Message
 
@@ -42,21 +42,23 @@ class TextTokenizer:
         token: int | None = self._tokenizer.eos_token_id
         return token
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, max_model_len: int | None = None) -> list[int]:
         """The token ids of a text, with the marks (such as BOS) that the tokenizer adds.
 
         Raises:
             RequestError: the text is not valid Unicode.
+            PromptTooLong: there are `max_model_len` tokens or more.
         """
-        return self._encode(text, marks=True)
+        return self._encode(text, max_model_len, marks=True)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], max_model_len: int | None = None) -> list[int]:
         """The token ids of chat turns and of the opening of the next answer, as the chat template writes them.
 
         A content that is a list of text parts is their texts, one a line.
 
         Raises:
             RequestError: there is no chat template, or it does not accept the messages.
+            PromptTooLong: there are `max_model_len` tokens or more.
         """
         if self._tokenizer.chat_template is None:
             raise RequestError("this model has no chat template: give prompt or prompt_token_ids instead of messages")
@@ -67,15 +69,18 @@ class TextTokenizer:
             raise RequestError(f"the chat template does not accept the messages: {error}") from error
         assert isinstance(text, str)
         # The template has written the marks.
-        return self._encode(text, marks=False)
+        return self._encode(text, max_model_len, marks=False)
 
-    def _encode(self, text: str, *, marks: bool) -> list[int]:
+    def _encode(self, text: str, max_model_len: int | None, *, marks: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the text is not valid Unicode: {error}") from error
         # The one form of encoding that runs without the interpreter lock.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=marks)
+        if max_model_len is not None and len(encoding) >= max_model_len:
+            # Before the ids of what may be megabytes become Python objects: that holds the interpreter lock.
+            raise PromptTooLong(len(encoding), max_model_len)
         ids: list[int] = encoding.ids
         return ids
 

@@ -4,6 +4,7 @@ import asyncio
 import signal
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from omni_async import (
@@ -157,15 +158,14 @@ async def test_closing_with_work_in_flight(reading: bool, no_threads_left: None)
             ends.append(error)
 
     with anyio.fail_after(5):
-        async with anyio.create_task_group() as group:
-            async with engine:
-                assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
-                unread = engine.stream(Request(prompt="go"))
-                if reading:
-                    for _ in range(8):
-                        group.start_soon(consume, Request(prompt="go"))
-                    while engine.stats()["text"].requests < 9:
-                        await anyio.sleep(0.001)
+        async with anyio.create_task_group() as group, engine:
+            assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+            unread = engine.stream(Request(prompt="go"))
+            if reading:
+                for _ in range(8):
+                    group.start_soon(consume, Request(prompt="go"))
+                while engine.stats()["text"].requests < 9:
+                    await anyio.sleep(0.001)
     await engine.aclose()
     assert len(ends) == (8 if reading else 0)
     with pytest.raises(EngineClosed):
@@ -223,4 +223,4 @@ async def test_submitting_while_closing_always_ends() -> None:
             async with anyio.create_task_group() as group, engine:
                 for _ in range(3):
                     group.start_soon(submit)
-                await anyio.sleep(0)
+                await anyio.lowlevel.checkpoint()

@@ -23,8 +23,7 @@ def test_callers_on_every_kind_of_loop_at_once() -> None:
         async with scripted_engine([HELLO]) as engine:
 
             async def ask() -> None:
-                for _ in range(5):
-                    texts.append((await engine.generate(Request(prompt="Hi"))).text)
+                texts.extend([(await engine.generate(Request(prompt="Hi"))).text for _ in range(5)])
 
             async def many() -> None:
                 async with anyio.create_task_group() as group:

@@ -195,7 +195,7 @@ def test_equal_ties_do_not_warn() -> None:
                     "original_max_position_embeddings": 64,
                 },
             ),
-            "rope_type 'longrope' is not one of",
+            "rope_type='longrope' is not supported",
         ),
     ],
 )

@@ -68,7 +68,7 @@ def test_part_of_a_head_may_be_rotated() -> None:
 def test_unknown_kind_is_refused() -> None:
     config = config_of("default")
     config.rope_parameters["rope_type"] = "spiral"
-    with pytest.raises(UnsupportedModel, match="rope_type 'spiral' is not one of default, dynamic, linear"):
+    with pytest.raises(UnsupportedModel, match="llama: rope_type='spiral' is not supported"):
         make_rotary(config, 16, CPU)
 
 

@@ -1,4 +1,4 @@
-"""Whatever the order of submitting, planning, committing, failing and cancelling: nothing leaks, nothing is mixed up."""
+"""Whatever the order of submitting, planning, committing, failing and cancelling: nothing leaks or is mixed up."""
 
 from collections import deque
 

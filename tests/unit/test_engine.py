@@ -154,7 +154,7 @@ async def test_bad_prompts_fail_alone(prompt: object) -> None:
 )
 async def test_ids_outside_the_vocabulary_are_refused_in_the_call(sampling: dict[str, object]) -> None:
     async with scripted_engine([HELLO]) as engine:
-        with pytest.raises(RequestError, match="30[017]"):
+        with pytest.raises(RequestError, match=r"30[017]"):
             engine.stream(Request(prompt="Hi", sampling=SamplingParams(**sampling)))  # type: ignore[arg-type]
         assert (await engine.generate(Request(prompt="Hi"))).text == "Hello you"
 

@@ -1,7 +1,6 @@
 """A real GGUF file, against what `transformers` reads from it."""
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ TEXTS = (
     "Hello, world! It's a fine day; isn't it?",
     "  many   spaces\tand\n\nlines  \n",
     "naïve café, Ærøskøbing, Straße",
-    "你好，世界。こんにちは 안녕하세요",
+    "你好、世界。こんにちは 안녕하세요",
     "🙂🚀👩‍👩‍👧 e\u0301 \u200b \x00",
     "def f(x):\n    return x * x  # comment",
     "<|im_start|>user\nhi<|im_end|>\n",
@@ -46,8 +45,8 @@ def tokenizer(loaded: Loaded) -> TextTokenizer:
 
 
 @pytest.fixture(scope="module")
-def reference_tokenizer() -> Iterator[PreTrainedTokenizerFast]:
-    yield AutoTokenizer.from_pretrained(FOLDER, gguf_file=FILE.name)
+def reference_tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(FOLDER, gguf_file=FILE.name)
 
 
 def test_every_tensor_is_equal(loaded: Loaded) -> None:

@@ -42,8 +42,17 @@ def words_of(path: Path, pre: str, text: str) -> list[str]:
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     [(whole, _)] = level.pre_tokenize_str(text)
     tokens, merges = greedy_merges([whole[i:] for i in range(len(whole))])
-    tokenizer = build(path, pre=pre, tokens=[*tokens, "<s>", "</s>"], token_type=[1] * len(tokens) + [3, 3], merges=merges,
-                      bos_token_id=len(tokens), eos_token_id=len(tokens) + 1, add_bos_token=False)  # fmt: skip
+    marks = len(tokens)
+    tokenizer = build(
+        path,
+        pre=pre,
+        tokens=[*tokens, "<s>", "</s>"],
+        token_type=[1] * marks + [3, 3],
+        merges=merges,
+        bos_token_id=marks,
+        eos_token_id=marks + 1,
+        add_bos_token=False,
+    )
     ids = tokenizer.encode(text)
     return [b"".join(bytes([LETTERS[c]]) for c in tokens[i]).decode() for i in ids]
 

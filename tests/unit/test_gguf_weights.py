@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from omni_async.errors import CheckpointError
-from omni_async.loading import checkpoint
+from omni_async.loading.gguf import weights
 from omni_async.loading.gguf.weights import DEQUANTISED, GGUFWeight
 from omni_async.loading.pretrained import load_pretrained
 from omni_async.models.layers.causal_lm import CausalLM
@@ -78,7 +78,7 @@ def test_quantised_weights_are_dequantised_then_rounded(dtype: str, tmp_path: Pa
 @pytest.mark.parametrize("kind", sorted(DEQUANTISED), ids=lambda kind: kind.name)
 @pytest.mark.parametrize("ordered", [True, False])
 def test_pieces_of_rows_equal_the_whole(kind: Type, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "PIECE_ELEMENTS", 3 * 512)
+    monkeypatch.setattr(weights, "PIECE_ELEMENTS", 3 * 512)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(0)
     data = rng.integers(0, 256, (17, 512 // block * size), dtype=np.uint8)

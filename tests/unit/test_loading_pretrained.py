@@ -159,7 +159,7 @@ class TestPaths:
     def test_a_folder_with_two_gguf_files(self, tmp_path: Path) -> None:
         for name in ("a.gguf", "b.gguf"):
             (tmp_path / name).touch()
-        with pytest.raises(CheckpointError, match="2 .gguf files"):
+        with pytest.raises(CheckpointError, match=r"2 \.gguf files"):
             load(tmp_path)
         with pytest.raises(CheckpointError, match=r"a\.gguf"):
             load(tmp_path / "a.gguf")

@@ -4,7 +4,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+
+def _has_onednn_product() -> bool:
+    """Whether this torch has oneDNN, and the operator by the name that it has had since 2.0."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        torch.ops.mkldnn._linear_pointwise.default  # noqa: B018 - the attribute is looked up in the operator registry
+    except AttributeError:
+        return False
+    return True
+
+
+ONEDNN = _has_onednn_product()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -25,6 +25,10 @@ DEQUANTISED = frozenset(
 )
 """The types that `gguf.dequantize` knows and that models of text are published in."""
 
+PIECE_ELEMENTS = 2**15
+"""Elements dequantised at a time: they stay in the processor's cache, and torch copies no more than these on one
+thread, which matters where other work keeps the cores busy."""
+
 LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 MODULES = {
     "attn_norm": "input_layernorm",
@@ -68,7 +72,7 @@ class GGUFWeight:
 
     def copy_to(self, destination: Tensor, start: int = 0) -> None:
         """Write rows `start` and following into `destination`, as many as it has."""
-        for first, piece in row_pieces(destination):
+        for first, piece in row_pieces(destination, PIECE_ELEMENTS):
             rows = slice(start + first, start + first + len(piece))
             stored = self.data[rows] if self.row_order is None else self.data[self.row_order[rows]]
             # As one row: `dequantize` loops over rows in Python.

@@ -8,8 +8,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from omni_async.backend.ops import Rotary
 from omni_async.errors import UnsupportedModel
 
-STATIC_SCALINGS = ("linear", "yarn", "llama3")
-"""Kinds whose frequencies are the same at every position."""
+REFUSED_KINDS = ("longrope",)
+"""Kinds whose frequencies depend on the length of the prompt."""
 
 
 def make_rotary(config: PretrainedConfig, head_size: int, device: torch.device) -> Rotary:
@@ -33,12 +33,12 @@ def make_rotary(config: PretrainedConfig, head_size: int, device: torch.device) 
     elif kind == "dynamic":
         bases = _dynamic_bases(config, rotary_dim, positions)
         angles = positions[:, None] * _frequencies(bases[:, None], rotary_dim, device)
-    elif kind in STATIC_SCALINGS:
+    elif kind in ROPE_INIT_FUNCTIONS and kind not in REFUSED_KINDS:
         frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device)
         angles = torch.outer(positions, frequencies)
     else:
-        raise UnsupportedModel(f"rope_type {kind!r} is not one of default, dynamic, {', '.join(STATIC_SCALINGS)}")
-    return Rotary(angles.cos() * attention_factor, angles.sin() * attention_factor, rotary_dim)
+        raise UnsupportedModel(f"{config.model_type}: rope_type={kind!r} is not supported")
+    return Rotary(angles.cos() * attention_factor, angles.sin() * attention_factor, 2 * angles.shape[1])
 
 
 def max_positions(config: PretrainedConfig) -> int:
