@@ -16,8 +16,8 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 def read_defaults(folder: Path, fallback_eos: object) -> GenerationDefaults:
     """The recommendations of a Hugging Face folder.
 
-    A config that does not say `do_sample` was written for greedy decoding, unless it gives a temperature: its
-    values for sampling are not meant then, and are left neutral. The repetition penalty holds either way.
+    A config that says `do_sample: false`, or says neither that nor a temperature, was written for greedy decoding:
+    its values for sampling are left neutral. The repetition penalty holds either way.
 
     Raises:
         CheckpointError: a value is illegal.
