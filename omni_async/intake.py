@@ -97,20 +97,20 @@ class Intake:
 
     def _prompt_ids(self, request: Request) -> Ids[int]:
         if request.prompt_token_ids is not None:
-            return self._checked(request.prompt_token_ids)
+            return self._checked("prompt_token_ids", request.prompt_token_ids)
         assert self.tokenizer is not None  # `sampling` has refused text without one
         if request.prompt is not None:
-            return self.tokenizer.encode(request.prompt, self.max_model_len)
+            return self._checked("the prompt's token", self.tokenizer.encode(request.prompt, self.max_model_len))
         assert request.messages is not None
-        return self.tokenizer.encode_chat(request.messages, self.max_model_len)
+        return self._checked("the prompt's token", self.tokenizer.encode_chat(request.messages, self.max_model_len))
 
-    def _checked(self, ids: Ids[int]) -> Ids[int]:
+    def _checked(self, name: str, ids: Ids[int]) -> Ids[int]:
         if len(ids) >= self.max_model_len:  # before looking at each of what may be millions
             raise PromptTooLong(len(ids), self.max_model_len)
         for position, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < self.vocab_size:
                 raise RequestError(
-                    f"prompt_token_ids[{position}] is {token!r}; the vocabulary holds 0 to {self.vocab_size - 1}"
+                    f"{name}[{position}] is {token!r}; the model's vocabulary holds 0 to {self.vocab_size - 1}"
                 )
         return array("i", ids)
 

@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -41,13 +42,15 @@ GGUF_NAMES = {
 }
 
 
-def byte_tokenizer() -> Tokenizer:
-    """256 bytes without merges, then `<s>` = 256 and `</s>` = 257."""
+def byte_tokenizer(bos: bool = False) -> Tokenizer:
+    """256 bytes without merges, then `<s>` = 256 and `</s>` = 257; `bos` puts the first of them before every text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    if bos:
+        tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     return tokenizer
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Unpack
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from omni_async import Engine, EngineOptions
@@ -12,6 +12,7 @@ from omni_async.loading.loaded import GenerationDefaults, Loaded, TextTokenizer
 from omni_async.models.protocol import StageModel
 from omni_async.options import OptionFields
 from omni_async.stage import StageStats
+from tests.support.checkpoints import byte_tokenizer
 from tests.support.scripted import Script, ScriptedModel
 
 EOS = 257
@@ -22,20 +23,6 @@ def byte_ids(text: str | bytes) -> list[int]:
     """The ids of the byte tokenizer: id = position of the byte in the byte-level alphabet."""
     data = text.encode() if isinstance(text, str) else text
     return [BYTE_IDS[byte] for byte in data]
-
-
-def byte_tokenizer(bos: bool = False) -> Tokenizer:
-    """256 bytes without merges, then `<s>` = 256 and `</s>` = 257."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<s>", "</s>")])
-    if bos:
-        from tokenizers.processors import TemplateProcessing
-
-        tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    return tokenizer
 
 
 def _byte_ids() -> list[int]:

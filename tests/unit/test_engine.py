@@ -19,7 +19,7 @@ from omni_async import (
     TextDelta,
 )
 from tests.support.engines import EOS, becomes_idle, byte_ids, scripted_engine
-from tests.support.scripted import Script
+from tests.support.scripted import Script, ScriptedModel
 
 pytestmark = pytest.mark.anyio
 
@@ -283,4 +283,12 @@ async def test_abort_by_id_finishes_the_stream() -> None:
         assert isinstance(seen[-1], Finished)
         assert seen[-1].reason == "abort"
         assert not engine.abort("x")
+        await becomes_idle(engine)
+
+
+async def test_a_tokenizer_with_more_tokens_than_the_model() -> None:
+    model = ScriptedModel([HELLO], vocab_size=100)
+    async with scripted_engine(model) as engine:
+        with pytest.raises(RequestError, match="holds 0 to 99"):
+            await engine.generate(Request(prompt="\xff"))
         await becomes_idle(engine)

@@ -4,7 +4,8 @@ import anyio
 import pytest
 
 from omni_async import Request, SamplingParams, TextDelta
-from tests.support.engines import EOS, byte_ids, byte_tokenizer, scripted_engine
+from tests.support.checkpoints import byte_tokenizer
+from tests.support.engines import EOS, byte_ids, scripted_engine
 from tests.support.scripted import Script
 
 pytestmark = pytest.mark.anyio

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from omni_async.text import TextStream, Vocabulary
 from omni_async.text.stream import StopSearch
-from tests.support.engines import byte_ids, byte_tokenizer
+from tests.support.checkpoints import byte_tokenizer
+from tests.support.engines import byte_ids
 
 
 class Pieces:

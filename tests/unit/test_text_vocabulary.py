@@ -2,7 +2,8 @@ import pytest
 
 from omni_async.text import Vocabulary
 from tests.support import tokenizers as kinds
-from tests.support.engines import BYTE_IDS, byte_ids, byte_tokenizer
+from tests.support.checkpoints import byte_tokenizer
+from tests.support.engines import BYTE_IDS, byte_ids
 
 
 def test_byte_level_tokens_are_their_bytes() -> None:
