@@ -1,7 +1,7 @@
 """`Engine`: the one door."""
 
 import itertools
-import threading
+import os
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,15 +13,9 @@ from typing import TYPE_CHECKING, Self, Unpack
 import anyio
 
 from omni_async.bridge import Latch
-from omni_async.errors import (
-    DuplicateRequest,
-    EngineClosed,
-    EngineNotStarted,
-    EngineStateError,
-    QueueFull,
-    RequestError,
-)
+from omni_async.errors import EngineClosed, EngineNotStarted, EngineStateError, OptionError, RequestError
 from omni_async.host import Host
+from omni_async.live import LiveRequests, StageDesk
 from omni_async.mailbox import Mailbox
 from omni_async.options import EngineOptions, OptionFields
 from omni_async.stage import Stage, StageStats
@@ -65,15 +59,14 @@ class Engine:
         self._host = Host(self._main, "omni-async-engine")
         self._ready = Latch()
         self._entered = False
+        self._process = -1
         self._closing = False
         self._failure: BaseException | None = None
         self._stage: Stage | None = None
         self._intake: Intake | None = None
         self._preparing = ThreadPoolExecutor(INTAKE_THREADS, "omni-async-intake")
         self._arrivals = itertools.count()
-        self._lock = threading.Lock()
-        self._live: dict[str, Mailbox] = {}
-        self._num_live = 0
+        self._live = LiveRequests(self.options)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Unpack[OptionFields]) -> Self:
@@ -82,8 +75,10 @@ class Engine:
         `options` are the fields of `EngineOptions`.
 
         Raises:
-            OptionError: an option is illegal.
+            OptionError: an option is illegal, or `path` is no path.
         """
+        if not isinstance(path, str | Path):
+            raise OptionError(f"path must be a string or a pathlib.Path, got {path!r}")
 
         def load(options: EngineOptions) -> "Loaded":
             # Here, not above: `import omni_async` must not import torch and transformers.
@@ -101,12 +96,15 @@ class Engine:
         Raises:
             LoadError: the checkpoint cannot be loaded.
             OptionError: the options do not fit the model or the machine.
-            EngineStateError: the engine was entered before.
+            EngineStateError: the engine was entered or closed before.
         """
         if self._entered:
             raise EngineStateError("an engine is entered once; make a new one")
-        self._entered = True
+        if self._closing:
+            raise EngineClosed(CLOSED)
         self._host.start()
+        self._entered = True
+        self._process = os.getpid()
         try:
             await self._ready.wait()
         except BaseException:
@@ -141,7 +139,7 @@ class Engine:
         try:
             from omni_async.assembly import assemble  # imports torch
 
-            stage, self._intake = assemble(self._load, self.options, self._forget)
+            stage, self._intake = assemble(self._load, self.options, self._live.remove)
             self._stage = stage
         except BaseException as error:
             self._failure = error
@@ -153,7 +151,9 @@ class Engine:
             self._request_close()
         await stage.run()
         self._preparing.shutdown(wait=False, cancel_futures=True)
-        self._fail_live()
+        for mailbox in self._live.take_all():  # what never reached the stage
+            if not mailbox.ended:
+                mailbox.fail(self._closed_error() or EngineClosed(CLOSED))
         self._preparing.shutdown(wait=True)
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -178,14 +178,14 @@ class Engine:
             num_answers=params.n,
             capacity=self.options.max_unread_tokens,
         )
-        self._register(mailbox)
+        self._live.add(mailbox)
         try:
             self._preparing.submit(self._prepare, stage, intake, request, params, mailbox)
         except RuntimeError as error:  # the pool was shut down meanwhile
-            self._forget(mailbox)
+            self._live.remove(mailbox)
             raise self._closed_error() or EngineClosed(CLOSED) from error
         return EventStream(
-            self,
+            StageDesk(stage, self._live),
             mailbox,
             intake.tokenizer.vocabulary.token_bytes if intake.tokenizer is not None else _no_bytes,
             intake.count_logprobs(params.logprobs),
@@ -219,8 +219,7 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a live request with `Finished(reason="abort")`; false if no live request has this id."""
         stage, _ = self._running()
-        with self._lock:
-            mailbox = self._live.get(request_id)
+        mailbox = self._live.find(request_id)
         if mailbox is None:
             return False
         stage.cancel(mailbox, "abort")
@@ -241,6 +240,10 @@ class Engine:
             raise closed
         if self._stage is None or self._intake is None:
             raise EngineNotStarted("the engine is not running yet: use it inside `async with`")
+        if os.getpid() != self._process:  # threads do not survive a fork: nobody would answer
+            raise EngineStateError(
+                f"the engine runs in process {self._process}, this is process {os.getpid()}: make one after the fork"
+            )
         return self._stage, self._intake
 
     def _closed_error(self) -> EngineClosed | None:
@@ -259,60 +262,10 @@ class Engine:
         try:
             active = intake.prepare(request, params, mailbox)
         except BaseException as error:
-            self._forget(mailbox)
+            self._live.remove(mailbox)
             mailbox.fail(error)
         else:
             stage.submit(active)
-
-    # -- live requests -------------------------------------------------------------------------------------------
-
-    def _register(self, mailbox: Mailbox) -> None:
-        limit = self.options.max_slots + self.options.max_waiting
-        count = len(mailbox.outlets)
-        with self._lock:
-            if mailbox.request_id in self._live:
-                raise DuplicateRequest(f"request id {mailbox.request_id!r} belongs to a request that is still live")
-            if self._num_live + count > limit:
-                raise QueueFull(
-                    f"{self._num_live} answers are under way or waiting; {count} more are above the limit of {limit} "
-                    f"(max_slots {self.options.max_slots} + max_waiting {self.options.max_waiting})"
-                )
-            self._live[mailbox.request_id] = mailbox
-            self._num_live += count
-
-    def _forget(self, mailbox: Mailbox) -> None:
-        """Let the id be used again; later calls for the same request change nothing."""
-        with self._lock:
-            if self._live.get(mailbox.request_id) is mailbox:
-                del self._live[mailbox.request_id]
-                self._num_live -= len(mailbox.outlets)
-
-    def _fail_live(self) -> None:
-        """End whatever never reached the stage."""
-        with self._lock:
-            mailboxes = list(self._live.values())
-            self._live.clear()
-            self._num_live = 0
-        for mailbox in mailboxes:
-            if not mailbox.ended:
-                mailbox.fail(self._closed_error() or EngineClosed(CLOSED))
-
-    # -- what streams tell the engine; see `omni_async.stream.Desk` -----------------------------------------------
-
-    def leave(self, mailbox: Mailbox) -> None:
-        """The caller of a stream has left it."""
-        self._forget(mailbox)
-        self.abandon(mailbox)
-
-    def abandon(self, mailbox: Mailbox) -> None:
-        """The same from a finaliser: takes no lock, touches no event loop."""
-        if not mailbox.ended and self._stage is not None:
-            self._stage.cancel(mailbox, "abort")
-
-    def wake(self) -> None:
-        """A held request may go on."""
-        if self._stage is not None:
-            self._stage.wake()
 
 
 def _no_bytes(token_id: int) -> bytes:

@@ -81,12 +81,12 @@ class Latch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiters: list[Waiter] = []
-        self.is_set = False
+        self._is_set = False
 
     def set(self) -> None:
         """Let everybody pass."""
         with self._lock:
-            self.is_set = True
+            self._is_set = True
             waiters, self._waiters = self._waiters, []
         wake(waiters)
 
@@ -94,7 +94,7 @@ class Latch:
         """Return once the latch is set."""
         waiter = Waiter.here()
         with self._lock:
-            if self.is_set:
+            if self._is_set:
                 return
             self._waiters.append(waiter)
         await waiter.event.wait()

@@ -25,21 +25,23 @@ class Host:
 
     def __init__(self, main: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         self._main = main
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.ended = Latch()
+        self._name = name
+        self._ended = Latch()
 
     def start(self) -> None:
-        """Start the thread."""
+        """Make the loop and start the thread; what fails here fails for the caller, who else would wait in vain."""
+        loop = _new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
         self._thread.start()
 
     async def join(self) -> None:
         """Return when the coroutine and its thread have ended."""
-        await self.ended.wait()
+        await self._ended.wait()
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 runner.run(self._main())
         finally:
-            self.ended.set()
+            self._ended.set()

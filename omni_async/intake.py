@@ -80,7 +80,7 @@ class Intake:
             sequences.append(
                 Sequence(
                     prompt,
-                    rank=(request.priority, mailbox.arrival),
+                    rank=(request.priority, mailbox.arrival, outlet.index),
                     stop=self._stop_rule(params, len(prompt)),
                     outlet=outlet,
                     params=row,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from omni_async.bridge import Waiter, wake
-from omni_async.scheduler.plan import HostLogprobs
+from omni_async.sampling.logprobs import HostLogprobs
 from omni_async.types import Finished, FinishReason
 
 
@@ -20,8 +20,7 @@ class Piece(NamedTuple):
     token_id: int
     text: str
     logprobs: HostLogprobs | None
-    draw: int
-    """Which entry of `logprobs`."""
+    """Of this token alone."""
 
 
 class Outlet:
@@ -73,8 +72,9 @@ class Mailbox:
         self.outlets = tuple(Outlet(self, index, capacity) for index in range(num_answers))
         self.prompt_ids: Sequence[int] = ()
         self.prompt_logprobs: Sequence[HostLogprobs] = ()
-        """Of `prompt_ids[1:]`, in chunks; in place before the first `Finished`, if they were asked for."""
+        """Of `prompt_ids[1:]`, in chunks, if they were asked for; all of them before the first token is drawn."""
         self.waiter: Waiter | None = None
+        """Who waits; the caller's thread may take it away at any time, so it is to be read once."""
         self.error: BaseException | None = None
         self.ended = False
         """Set after the last piece, or the error, is in place."""

@@ -84,7 +84,7 @@ class Stage:
         self._submitted: deque[ActiveRequest] = deque()
         self._cancelled: deque[Mailbox] = deque()
         self._active: dict[Mailbox, ActiveRequest] = {}
-        self._closing: BaseException | None = None
+        self._closing: EngineClosed | None = None
         self._has_ended = False
         self._tokens = 0
         self._woken: list[Waiter] = []
@@ -104,7 +104,7 @@ class Stage:
         self._cancelled.append(mailbox)
         self.wake()
 
-    def close(self, error: BaseException) -> None:
+    def close(self, error: EngineClosed) -> None:
         """End every request with `error` and leave `run`."""
         if self._closing is None:
             self._closing = error
@@ -126,6 +126,9 @@ class Stage:
                 self._loop.call_soon_threadsafe(self._awake.set)
             except RuntimeError:  # the loop has ended, and every request with it
                 return
+            except BaseException:  # a signal's, raised amid the call: nobody may rely on this wake-up
+                self._waking = False
+                raise
 
     def stats(self) -> StageStats:
         """The stage's counters."""
@@ -156,7 +159,11 @@ class Stage:
             self._closing = EngineClosed(f"the engine stopped on a fault: {fault!r}")
             self._closing.__cause__ = fault
         self._has_ended = True
-        self._end_all()
+        # Without the scheduler, which may be what failed.
+        for request in list(self._active.values()):
+            self._forget(request)
+            request.mailbox.fail(self._closed())
+        self._refuse_submitted()
 
     async def _serve(self) -> None:
         """The loop: while the device runs a step, the one before it is committed and the next one is planned."""
@@ -171,7 +178,9 @@ class Stage:
                 await self._sleep()
             elif plan is None or len(flying) > self._depth:
                 self._publish(self.scheduler.commit(await flying.popleft()))
-        self._end_all()
+        for request in list(self._active.values()):
+            self._end(request, self._closed())
+        self._hand_over()
         while flying:
             self.scheduler.commit(await flying.popleft())
 
@@ -190,6 +199,10 @@ class Stage:
         while self._submitted:
             request = self._submitted.popleft()
             self._active[request.mailbox] = request
+            first = request.sequences[0]
+            if first.num_prompt_logprobs >= 0:
+                request.mailbox.prompt_ids = first.tokens[:]
+                request.mailbox.prompt_logprobs = first.prompt_logprobs
             request.unfinished = len(request.sequences)
             request.admitted_s = [None] * len(request.sequences)
             request.first_token_s = [None] * len(request.sequences)
@@ -228,6 +241,8 @@ class Stage:
             sequence = update.sequence
             outlet = cast("Outlet", sequence.outlet)
             mailbox = outlet.mailbox
+            if mailbox.ended:  # the failure of another answer, in this very step, has ended the request
+                continue
             if update.error is not None:
                 self._end(self._active[mailbox], update.error)
                 continue
@@ -235,21 +250,21 @@ class Stage:
                 self._active[mailbox].first_token_s[outlet.index] = perf_counter() - mailbox.submitted
             outlet.produced += 1
             self._tokens += 1
-            logprobs = update.logprobs if sequence.num_logprobs >= 0 else None
-            mailbox.pieces.append(Piece(outlet.index, update.token_id, update.text, logprobs, update.draw))
+            logprobs = None
+            if update.logprobs is not None and sequence.num_logprobs >= 0:
+                logprobs = update.logprobs.entry(update.draw, sequence.num_logprobs)
+            mailbox.pieces.append(Piece(outlet.index, update.token_id, update.text, logprobs))
             if update.reason is not None:
                 self._finish(self._active[mailbox], outlet.index, update.reason, update.stop_reason)
-            if mailbox.waiter is not None:
-                self._woken.append(mailbox.waiter)
+            waiter = mailbox.waiter
+            if waiter is not None:
+                self._woken.append(waiter)
         self._hand_over()
 
     def _finish(self, request: ActiveRequest, index: int, reason: FinishReason, stop_reason: int | str | None) -> None:
         """One answer is complete."""
         sequence = request.sequences[index]
         now = perf_counter() - request.mailbox.submitted
-        if sequence.num_prompt_logprobs >= 0 and not request.mailbox.prompt_ids:
-            request.mailbox.prompt_logprobs = sequence.prompt_logprobs
-            request.mailbox.prompt_ids = sequence.tokens[: sequence.prompt_len]
         finished = Finished(
             reason=reason,
             stop_reason=stop_reason,
@@ -281,20 +296,15 @@ class Stage:
         else:
             for index in unfinished:
                 self._finish(request, index, outcome, None)
-        if mailbox.waiter is not None:
-            self._woken.append(mailbox.waiter)
+        waiter = mailbox.waiter
+        if waiter is not None:
+            self._woken.append(waiter)
 
     def _forget(self, request: ActiveRequest) -> None:
         self._active.pop(request.mailbox, None)
         if request.deadline is not None:
             request.deadline.cancel()
         self._on_end(request.mailbox)
-
-    def _end_all(self) -> None:
-        for request in list(self._active.values()):
-            self._end(request, self._closed())
-        self._hand_over()
-        self._refuse_submitted()
 
     def _closed(self) -> EngineClosed:
         return self.closed_error() or EngineClosed("the engine is closed")
@@ -316,5 +326,7 @@ class Stage:
         woken, self._woken = self._woken, []
         gone = wake(woken)
         if gone:
-            for mailbox in [m for m in self._active if m.waiter is not None and m.waiter.loop in gone]:
-                self.cancel(mailbox, "abort")
+            for mailbox in self._active:
+                waiter = mailbox.waiter
+                if waiter is not None and waiter.loop in gone:
+                    self.cancel(mailbox, "abort")

@@ -1,6 +1,5 @@
 """The caller's side of a request."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
@@ -8,12 +7,11 @@ from typing import Protocol, Self
 import anyio
 import anyio.lowlevel
 
+from omni_async.bridge import wake
 from omni_async.errors import EngineStateError
 from omni_async.mailbox import Mailbox, Piece
-from omni_async.scheduler.plan import HostLogprobs
+from omni_async.sampling.logprobs import TokenBytes, token_logprob
 from omni_async.types import Event, Finished, TextDelta, TokenLogprob
-
-TokenBytes = Callable[[int], bytes]
 
 
 class Desk(Protocol):
@@ -55,6 +53,7 @@ class EventStream:
         """Made but not handed out, the next one last."""
         self._reading = False
         self._closed = False
+        self._cancelled = False
 
     @property
     def request_id(self) -> str:
@@ -76,8 +75,10 @@ class EventStream:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._events.clear()
             self._desk.leave(self._mailbox)
+            waiter = self._mailbox.waiter
+            if waiter is not None:  # another task reads: it need not wait for the engine to notice
+                wake([waiter])
 
     def __del__(self) -> None:
         if not self._closed:
@@ -92,27 +93,42 @@ class EventStream:
         self._reading = True
         try:
             return await self._next()
+        except BaseException as error:
+            # A cancelled read ends the request at once: the traceback may keep this stream alive for long. When the
+            # garbage collector closes the reader (GeneratorExit), no lock may be taken; `__del__` follows.
+            if not isinstance(error, Exception | GeneratorExit):
+                self._cancelled = True
+                self._close()
+            raise
         finally:
             self._reading = False
 
     async def _next(self) -> Event:
         mailbox = self._mailbox
         if self._closed:
+            if self._cancelled:
+                raise EngineStateError(
+                    f"request {self.request_id!r} ended when a read of it was cancelled; "
+                    "to wait for an event with a time limit, read in a task of its own"
+                )
             raise StopAsyncIteration
         if self._events or mailbox.pieces or mailbox.ended:
             await anyio.lowlevel.checkpoint()
-        while not self._events:
+        while True:
+            if self._closed:  # meanwhile, by another task
+                raise StopAsyncIteration
+            if self._events:
+                return self._events.pop()
             ended = mailbox.ended  # read before the pieces: the engine writes it after them
             self._take()
             if self._events:
-                break
+                continue
             if ended:
                 self._close()
                 if mailbox.error is not None:
                     raise mailbox.error
                 raise StopAsyncIteration
             await mailbox.wait()
-        return self._events.pop()
 
     def _take(self) -> None:
         """Turn everything that has arrived into as few events as keep their order."""
@@ -141,7 +157,7 @@ class EventStream:
         logprobs = None
         if self._num_logprobs >= 0:
             logprobs = tuple(
-                token_logprob(p.token_id, p.logprobs, p.draw, self._num_logprobs, self._token_bytes)
+                token_logprob(p.token_id, p.logprobs, 0, self._num_logprobs, self._token_bytes)
                 for p in pieces
                 if p.logprobs is not None
             )
@@ -162,18 +178,8 @@ class EventStream:
             for at in range(len(chunk.chosen)):
                 token = mailbox.prompt_ids[len(made)]
                 made.append(token_logprob(token, chunk, at, self._num_prompt_logprobs, self._token_bytes))
-        return replace(finished, prompt_logprobs=tuple(made))
-
-
-def token_logprob(token_id: int, values: HostLogprobs, at: int, num_top: int, token_bytes: TokenBytes) -> TokenLogprob:
-    """The public form of entry `at` of a step's log-probabilities."""
-    ids: list[int] = values.top_ids[at, :num_top].tolist()
-    best: list[float] = values.top[at, :num_top].tolist()
-    ranks = [1] * len(ids)
-    for i in range(1, len(ids)):
-        ranks[i] = ranks[i - 1] if best[i] == best[i - 1] else i + 1
-    top = tuple(TokenLogprob(i, value, rank, token_bytes(i)) for i, value, rank in zip(ids, best, ranks, strict=True))
-    return TokenLogprob(token_id, float(values.chosen[at]), int(values.rank[at]), token_bytes(token_id), top)
+        whole = len(made) == len(mailbox.prompt_ids)  # else it was aborted before the prompt was computed
+        return replace(finished, prompt_logprobs=tuple(made) if whole else None)
 
 
 class TextIterator:

@@ -21,7 +21,8 @@ MAX_BIAS_ENTRIES = 1024
 
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # An integer is always finite, and may be too large to be asked as a float.
+    if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
         raise RequestError(f"{name} must be a finite number, got {value!r}")
     if value > high or value < low or (open_low and value == low):
         raise RequestError(f"{name} must be {'>' if open_low else '>='} {low:g} and <= {high:g}, got {value!r}")
@@ -68,7 +69,7 @@ class SamplingParams:
     min_p: float | None = None
     """0 <= min_p <= 1: tokens less probable than this share of the best one are dropped."""
     repetition_penalty: float | None = None
-    """> 0; 1 is off; applies to tokens of the prompt and of the answer."""
+    """1e-4 .. 1e4; 1 is off; applies to tokens of the prompt and of the answer."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """-2 .. 2; apply to tokens of the answer only."""
@@ -105,7 +106,7 @@ class SamplingParams:
         if self.min_p is not None:
             _number("min_p", self.min_p, 0, 1)
         if self.repetition_penalty is not None:
-            _number("repetition_penalty", self.repetition_penalty, 0, 1e4, open_low=True)
+            _number("repetition_penalty", self.repetition_penalty, 1e-4, 1e4)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
@@ -191,8 +192,11 @@ class Request:
             ids = self.prompt_token_ids
             if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
                 raise RequestError(f"prompt_token_ids must be a sequence of integers, got {type(ids).__name__}")
+            # A copy: the request is prepared later, on another thread, while its maker may go on changing the list.
+            object.__setattr__(self, "prompt_token_ids", tuple(ids))
         if self.messages is not None:
             self._check_messages(self.messages)
+            object.__setattr__(self, "messages", tuple([dict(message) for message in self.messages]))
         if self.sampling is not None and not isinstance(self.sampling, SamplingParams):
             if not isinstance(self.sampling, Mapping):
                 raise RequestError(f"sampling must be SamplingParams or a mapping of them, got {self.sampling!r}")
@@ -293,7 +297,7 @@ class Finished:
     reasons: Mapping[str, FinishReason] = field(default_factory=dict)
     """By output name."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """One entry for each prompt token, `None` for the first."""
+    """One entry for each prompt token, `None` for the first; none if the request was aborted before they were known."""
 
 
 Event = TextDelta | Finished

@@ -86,9 +86,12 @@ def _choose_device(name: str) -> torch.device:
 
 def _find(path: str | Path) -> Path:
     """The local file or folder; a name on the hub is downloaded, or found in its cache."""
-    local = Path(path).expanduser()
-    if local.exists():
-        return local
+    try:
+        local = Path(path).expanduser()
+        if local.exists():
+            return local
+    except (OSError, RuntimeError) as error:  # a name that is too long; the home of nobody
+        raise LoadError(f"{path}: cannot be looked up: {error}") from error
     if isinstance(path, Path) or path.startswith((".", "/", "~")) or path.endswith(GGUF_SUFFIX):
         raise LoadError(f"{path}: there is no such file or folder")
     try:

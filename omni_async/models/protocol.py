@@ -1,4 +1,4 @@
-"""What a stage's model is to the runner: declared data (`ModelSpec`) and four required methods. No probing."""
+"""What a stage's model is to the runner: declared data (`ModelSpec`) and required methods. No probing."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -19,7 +19,6 @@ class CachePlan:
     """The sizes of a stage's cache."""
 
     num_blocks: int
-    block_bytes: int
     max_model_len: int
 
 
@@ -59,7 +58,7 @@ def plan_cache(spec: ModelSpec, options: EngineOptions, dtype: torch.dtype, free
         )
     if capacity < 2:
         raise OptionError(f"the cache holds {capacity} tokens; a block of {size} needs {per_block / 2**10:.0f} KiB")
-    return CachePlan(num_blocks, per_block, min(wanted_len, capacity))
+    return CachePlan(num_blocks, min(wanted_len, capacity))
 
 
 def free_memory(device: torch.device) -> int:

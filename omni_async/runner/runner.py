@@ -14,8 +14,9 @@ from omni_async.backend.ops import Logprobs, Ops, Sampled, SamplingBatch, StepCo
 from omni_async.models.protocol import StageModel
 from omni_async.runner.device_state import DeviceState
 from omni_async.runner.lane import Lane
+from omni_async.sampling.logprobs import HostLogprobs
 from omni_async.sampling.table import SamplingTable
-from omni_async.scheduler.plan import HostLogprobs, Row, StepOutput, StepPlan
+from omni_async.scheduler.plan import Row, StepOutput, StepPlan
 
 SCORED_ROWS = 128
 """Prompt positions whose logits are made at once, so that a long prompt's never fill the memory."""

@@ -2,15 +2,26 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntFlag
 from typing import NamedTuple, Protocol
 
 from omni_async.errors import RequestError
-from omni_async.scheduler.sequence import SamplingNeeds
 from omni_async.types import GREEDY_TEMPERATURE, SamplingParams
 
 NO_TOP_K = 2**31 - 1
 FOREVER = 2**62
 """An output index that no answer reaches."""
+
+
+class SamplingNeeds(IntFlag):
+    """What the sampled rows of a step need; the union decides what is launched."""
+
+    NONE = 0
+    RANDOM = 1
+    FILTERS = 2
+    PENALTIES = 4
+    BIAS = 8
+    ALLOWED = 16
 
 
 class SamplingDefaults(Protocol):
@@ -97,7 +108,7 @@ def resolve(
     """Fill in a checkpoint's defaults; `params` have passed `check`. `seed` is any 64-bit number, signed or not.
 
     Raises:
-        RequestError: every allowed token is forbidden by `min_tokens`.
+        RequestError: every token that may be drawn is forbidden by `min_tokens`.
     """
 
     def given(value: float | None, default: float) -> float:
@@ -108,9 +119,10 @@ def resolve(
     bias = [BiasEntry(token, value, FOREVER) for token, value in params.logit_bias.items() if value]
     if params.min_tokens:
         ends = {token for token in (*eos_token_ids, *params.stop_token_ids) if token < vocab_size}
-        if params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
+        allowed = params.allowed_token_ids
+        if len(ends) == vocab_size or (allowed is not None and ends.issuperset(allowed)):
             raise RequestError(
-                f"min_tokens is {params.min_tokens}, but all of allowed_token_ids end the answer: no token can be drawn"
+                f"min_tokens is {params.min_tokens}, but each token that may be drawn ends the answer: none is left"
             )
         bias += [BiasEntry(token, float("-inf"), params.min_tokens) for token in sorted(ends)]
     return RowParams(

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from omni_async.backend.ops import SamplingBatch
-from omni_async.sampling.params import RowParams
-from omni_async.scheduler.sequence import SamplingNeeds
+from omni_async.sampling.params import RowParams, SamplingNeeds
 
 
 class SamplingTable:

@@ -48,10 +48,6 @@ class BlockPool:
             found.append(block)
         return found
 
-    def num_unowned(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` would leave the free list if they were shared."""
-        return sum(self._owners[block] == 0 for block in blocks)
-
     def share(self, blocks: Iterable[int]) -> None:
         """Become one more owner of found blocks."""
         for block in blocks:

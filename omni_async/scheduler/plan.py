@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from omni_async.scheduler.sequence import SamplingNeeds, Sequence
+from omni_async.sampling.logprobs import HostLogprobs
+from omni_async.sampling.params import SamplingNeeds
+from omni_async.scheduler.sequence import Sequence
 
 
 class Phase(Enum):
@@ -61,16 +60,6 @@ class StepPlan:
     needs: SamplingNeeds
     num_logprobs: int
     """-1: no sampled row asked; else the largest count."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostLogprobs:
-    """Log-probabilities of some positions, on the host; see `omni_async.backend.ops.Logprobs`."""
-
-    chosen: NDArray[np.float32]
-    rank: NDArray[np.int64]
-    top_ids: NDArray[np.int64]
-    top: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from omni_async.errors import NonFiniteLogits, StepFailed
+from omni_async.sampling.logprobs import HostLogprobs
+from omni_async.sampling.params import SamplingNeeds
 from omni_async.scheduler.blocks import BlockPool
-from omni_async.scheduler.plan import Admission, HostLogprobs, NewBlocks, Phase, Row, StepOutput, StepPlan
+from omni_async.scheduler.plan import Admission, NewBlocks, Phase, Row, StepOutput, StepPlan
 from omni_async.scheduler.prefix import ROOT, block_digest
-from omni_async.scheduler.sequence import SamplingNeeds, Sequence, State
+from omni_async.scheduler.sequence import Sequence, State
 from omni_async.types import FinishReason
 
 
@@ -45,7 +47,7 @@ RUNNING = State.RUNNING
 ENDED = State.ENDED
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
+def _rank(sequence: Sequence) -> tuple[int, ...]:
     return sequence.rank
 
 
@@ -105,6 +107,8 @@ class Scheduler:
                 continue
             start = sequence.num_planned
             if start < sequence.admission_len:
+                if self._is_outranked(sequence):
+                    continue
                 row = self._row(sequence, budget - reserved, new_blocks)
             else:
                 reserved -= 1
@@ -199,6 +203,15 @@ class Scheduler:
                 return True
             sequence.leader = None
         return not sequence.has_credit()
+
+    def _is_outranked(self, sequence: Sequence) -> bool:
+        """Whether one of better priority waits: it is to be computed before what is left of this one's prompt."""
+        for other in self.waiting:
+            if other.rank[0] >= sequence.rank[0]:
+                break
+            if not self._must_wait(other):
+                return True
+        return False
 
     def _admit(self, sequence: Sequence, admissions: list[Admission], new_blocks: list[NewBlocks]) -> bool:
         """Give a waiting sequence a slot and the blocks of all its known tokens."""
@@ -352,9 +365,10 @@ class Scheduler:
 
     @staticmethod
     def _keep_prompt_logprobs(sequence: Sequence, start: int, chunk: HostLogprobs) -> None:
-        """Append a chunk's values once, although a preempted prompt is computed again."""
-        if start == sum(len(kept.chosen) for kept in sequence.prompt_logprobs):
-            sequence.prompt_logprobs.append(chunk)
+        """Append each position's values once, although a preempted prompt is computed again, in other chunks perhaps."""
+        known = sum([len(kept.chosen) for kept in sequence.prompt_logprobs]) - start
+        if known < len(chunk.chosen):
+            sequence.prompt_logprobs.append(chunk.after(known))
 
     def _fail(self, sequence: Sequence, error: BaseException) -> Update:
         self.end(sequence)

@@ -3,24 +3,14 @@
 from array import array
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
-from enum import Enum, IntFlag
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from omni_async.sampling.logprobs import HostLogprobs
+from omni_async.sampling.params import RowParams, SamplingNeeds
+
 if TYPE_CHECKING:
-    from omni_async.sampling.params import RowParams
-    from omni_async.scheduler.plan import HostLogprobs
     from omni_async.text import TextStream
-
-
-class SamplingNeeds(IntFlag):
-    """What the sampled rows of a step need; the union decides what is launched."""
-
-    NONE = 0
-    RANDOM = 1
-    FILTERS = 2
-    PENALTIES = 4
-    BIAS = 8
-    ALLOWED = 16
 
 
 class State(Enum):
@@ -93,10 +83,10 @@ class Sequence:
         self,
         prompt: TokenIds[int],
         *,
-        rank: tuple[int, int],
+        rank: tuple[int, ...],
         stop: StopRule,
         outlet: Outlet,
-        params: "RowParams | None" = None,
+        params: RowParams | None = None,
         needs: SamplingNeeds = SamplingNeeds.NONE,
         num_logprobs: int = -1,
         num_prompt_logprobs: int = -1,
@@ -107,7 +97,7 @@ class Sequence:
         self.tokens = array("i", prompt)
         self.prompt_len = len(self.tokens)
         self.rank = rank
-        """(priority, order of arrival); smaller runs earlier."""
+        """(priority, order of arrival, answer); smaller runs earlier."""
         self.stop = stop
         self.outlet = outlet
         self.params = params
@@ -128,6 +118,7 @@ class Sequence:
         self.num_computed = 0
         """Positions whose step has committed."""
         self.num_pending = 0
+        """Tokens being drawn on the device."""
         self.num_in_flight = 0
         """Plans that name this sequence and have not committed."""
         self.num_cached = 0
@@ -135,7 +126,9 @@ class Sequence:
         self.admission_len = 0
         """Known tokens when the slot was given; rows that start below it are prefill."""
         self.credit = 0
+        """Draws that may be planned before the outlet is asked again."""
         self.held = False
+        """The outlet has no room: nobody takes the tokens."""
         self.prompt_logprobs: list[HostLogprobs] = []
 
     @property

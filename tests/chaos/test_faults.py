@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import subprocess
+import sys
 
 import anyio
 import anyio.lowlevel
@@ -18,6 +20,7 @@ from omni_async import (
     TextDelta,
 )
 from tests.support.engines import EOS, becomes_idle, byte_ids, scripted_engine
+from tests.support.gate import Gate, all_submitted
 from tests.support.scripted import Script, ScriptedModel
 
 pytestmark = pytest.mark.anyio
@@ -47,7 +50,9 @@ async def gather(engine: Engine, requests: list[Request]) -> list[object]:
 
 @pytest.mark.parametrize("kind", [ValueError, MemoryError, asyncio.CancelledError, KeyboardInterrupt, StopIteration])
 @pytest.mark.parametrize("pipelined", [True, False])
-async def test_steps_that_fail_from_the_third_on(kind: type[BaseException], pipelined: bool) -> None:
+async def test_steps_that_fail_from_the_third_on(
+    kind: type[BaseException], pipelined: bool, no_threads_left: None
+) -> None:
     broken = [True]
 
     def on_step(step: int) -> None:
@@ -56,12 +61,16 @@ async def test_steps_that_fail_from_the_third_on(kind: type[BaseException], pipe
 
     model = ScriptedModel([HELLO, ENDLESS], on_step=on_step)
     async with scripted_engine(model, max_slots=4, pipelined=pipelined) as engine:
-        with anyio.fail_after(2):
+        with anyio.fail_after(5):
             results = await gather(engine, [Request(prompt="go")] * 6)
         for result in results:
             assert isinstance(result, StepFailed)
             assert isinstance(result.__cause__, kind)
             assert "planted" in str(result.__cause__)
+        with anyio.fail_after(5):  # as long as the fault lasts, what comes new fails with it at once
+            late = await outcome(engine, Request(prompt="Hi"))
+        assert isinstance(late, StepFailed)
+        assert "planted" in str(late.__cause__)
         broken[0] = False
         assert (await engine.generate(Request(prompt="Hi"))).text == "Hello you"
         await becomes_idle(engine)
@@ -136,7 +145,7 @@ async def test_a_fault_of_the_engine_itself_ends_everything_with_its_cause(no_th
 
         engine._stage.scheduler.plan = plan  # type: ignore[method-assign, assignment]
         for stream in streams:
-            with anyio.fail_after(2), pytest.raises(EngineClosed, match="planted") as caught:
+            with anyio.fail_after(5), pytest.raises(EngineClosed, match="planted") as caught:
                 async for _ in stream:
                     pass
             assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -144,36 +153,89 @@ async def test_a_fault_of_the_engine_itself_ends_everything_with_its_cause(no_th
             engine.stream(Request(prompt="go"))
 
 
-@pytest.mark.parametrize("reading", [True, False])
-async def test_closing_with_work_in_flight(reading: bool, no_threads_left: None) -> None:
+async def test_closing_with_work_in_flight(no_threads_left: None) -> None:
+    """Four run, one is not read, and four wait, when a step is held and the engine is left."""
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    engine = scripted_engine([ENDLESS], max_slots=4, max_unread_tokens=64)
-    ends: list[object] = []
+    gate = Gate(at=3)
+    model = ScriptedModel([ENDLESS], on_step=gate)
+    engine = scripted_engine(model, max_slots=5)
+    ends: list[EngineClosed] = []
 
-    async def consume(request: Request) -> None:
+    async def consume() -> None:
         try:
-            async for _ in engine.stream(request):
+            async for _ in engine.stream(Request(prompt="go")):
                 pass
         except EngineClosed as error:
             ends.append(error)
 
     with anyio.fail_after(5):
-        async with anyio.create_task_group() as group, engine:
-            assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
-            unread = engine.stream(Request(prompt="go"))
-            if reading:
+        async with anyio.create_task_group() as group:
+            async with engine:
+                assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+                unread = engine.stream(Request(prompt="go"))
                 for _ in range(8):
-                    group.start_soon(consume, Request(prompt="go"))
-                while engine.stats()["text"].requests < 9:
-                    await anyio.sleep(0.001)
-    await engine.aclose()
-    assert len(ends) == (8 if reading else 0)
-    with pytest.raises(EngineClosed):
-        async for _ in unread:
-            pass
+                    group.start_soon(consume)
+                await gate.closed()
+                await all_submitted(engine, 9)
+                gate.open()  # and closed before anything else can happen on this thread
+        assert len(ends) == 8
+        with pytest.raises(EngineClosed):
+            async for _ in unread:
+                pass
+        await engine.aclose()
     with pytest.raises(EngineClosed):
         engine.stream(Request(prompt="go"))
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+async def test_closing_with_an_unread_request_alone(no_threads_left: None) -> None:
+    async with scripted_engine([ENDLESS], max_unread_tokens=4) as engine:
+        unread = engine.stream(Request(prompt="go"))
+        with anyio.fail_after(5):
+            while not engine.stats()["text"].held:
+                await anyio.sleep(0.001)
+    with anyio.fail_after(5), pytest.raises(EngineClosed):
+        async for _ in unread:
+            pass
+
+
+HOST_PROGRAM = """
+import asyncio, sys
+from omni_async import Request
+from tests.support.engines import byte_ids, scripted_engine
+from tests.support.scripted import Script, ScriptedModel
+
+async def main():
+    model = ScriptedModel([Script(byte_ids("go"), byte_ids("x"))], max_positions=100_000)
+    async with scripted_engine(model, num_blocks=6000, prefix_caching=False) as engine:
+        async for _ in engine.stream(Request(prompt="go")):
+            print("running", flush=True)
+
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+def test_the_hosts_own_interrupt_and_exit_code(anyio_backend: str) -> None:
+    """Ctrl-C in a program that streams: its own handler decides, and nothing of the engine keeps it from ending."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOST_PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as host:
+        try:
+            assert host.stdout is not None
+            assert host.stdout.readline() == "running\n"
+            host.send_signal(signal.SIGINT)
+            out, err = host.communicate(timeout=20)
+        finally:
+            host.kill()
+    assert host.returncode == 7, err
+    assert out.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in err
 
 
 async def test_leaving_the_engine_by_an_exception(no_threads_left: None) -> None:

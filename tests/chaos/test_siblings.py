@@ -47,7 +47,7 @@ async def test_every_answer_has_the_prompts_logprobs(prefix_caching: bool) -> No
     """Whichever ends first, and although the prompt takes several steps."""
     prompt = list(range(1, 40))
     overtaken = 0
-    async with scripted_engine(prefix_caching=prefix_caching, max_slots=4, max_step_tokens=8) as engine:
+    async with scripted_engine(prefix_caching=prefix_caching, max_slots=4, max_step_tokens=32) as engine:
         for seed in range(5):
             params = SamplingParams(
                 n=3, prompt_logprobs=1, max_tokens=12, temperature=100.0, seed=seed, stop_token_ids=range(64)

@@ -3,8 +3,6 @@
 The plain loop is `transformers`' logits, the penalties written out, and argmax; nothing of this package.
 """
 
-from collections.abc import Callable
-
 import anyio
 import pytest
 import torch
@@ -16,6 +14,13 @@ from tests.support.engines import becomes_idle, scripted_engine
 from tests.support.tiny import SIZES, as_weights, make_reference, reference_logits, token_ids
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """The kind of the caller's loop plays no part here."""
+    return "asyncio"
+
 
 CONFIG = Qwen3Config(**SIZES, head_dim=16)
 REFERENCE = make_reference(CONFIG, seed=3)
@@ -134,7 +139,7 @@ async def test_a_penalised_request_is_preempted_and_resumes() -> None:
 async def test_a_prompt_that_is_wholly_in_the_prefix_cache(length: int, together: bool) -> None:
     prompt = token_ids(length, VOCAB, seed=length)
     expected = greedy_loop(prompt, 8)
-    most = {15: 0, 16: 15, 17: 16, 32: 31, 33: 32}[length]
+    least, most = {15: (0, 0), 16: (0, 15), 17: (16, 16), 32: (16, 31), 33: (32, 32)}[length]
     async with engine() as e:
         for _ in range(3):
             if together:
@@ -151,8 +156,7 @@ async def test_a_prompt_that_is_wholly_in_the_prefix_cache(length: int, together
             for result in results:
                 assert result.token_ids == expected
                 assert result.usage.cached_tokens <= most
-        if length >= 17:
-            assert results[0].usage.cached_tokens >= 16
+        assert all(result.usage.cached_tokens >= least for result in results)
     async with engine(prefix_caching=False) as e:
         for _ in range(2):
             result = await ask(e, prompt, max_tokens=8)
@@ -183,26 +187,6 @@ async def test_a_cache_for_one_and_a_half_requests(pipelined: bool) -> None:
                 group.start_soon(one, i)
         assert [results[i].token_ids for i in range(3)] == expected
         assert all(results[i].usage.completion_tokens == 40 for i in range(3))
-        await becomes_idle(e)
-
-
-@pytest.mark.parametrize("at", range(1, 28, 3))
-async def test_preempted_at_every_step(at: int) -> None:
-    """The running sequence is displaced at step `at`, while its result is on the way."""
-    expected = greedy_loop(PROMPT, 24)
-    async with engine(max_slots=2) as e:
-        assert e._stage is not None
-        scheduler = e._stage.scheduler
-        inner: Callable[[], object] = scheduler.plan
-
-        def plan() -> object:
-            if scheduler.num_steps == at and scheduler.running:
-                scheduler._preempt(scheduler.running[-1])
-            return inner()
-
-        scheduler.plan = plan  # type: ignore[method-assign, assignment]
-        result = await ask(e, PROMPT, max_tokens=24)
-        assert (result.token_ids, result.usage.completion_tokens) == (expected, 24)
         await becomes_idle(e)
 
 
@@ -258,8 +242,18 @@ async def test_top_k_around_the_vocabulary(top_k: int) -> None:
     sampling = {"temperature": 1.0, "seed": 7, "max_tokens": 8}
     async with engine() as e:
         off = (await ask(e, PROMPT, **sampling)).token_ids
-        got = (await ask(e, PROMPT, **sampling, top_k=top_k)).token_ids
-        assert top_k < VOCAB or got == off
+        results: dict[str, tuple[int, ...]] = {}
+
+        async def one(name: str, prompt: list[int], **sampling: object) -> None:
+            results[name] = (await ask(e, prompt, **sampling)).token_ids
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: one("limited", PROMPT, **sampling, top_k=top_k))
+            group.start_soon(lambda: one("neighbour", OTHER, max_tokens=12))
+        assert top_k < VOCAB or results["limited"] == off
+        assert len(results["limited"]) == 8
+        assert results["neighbour"] == greedy_loop(OTHER, 12)
+        assert (await ask(e, PROMPT, **sampling)).token_ids == off
 
 
 async def test_the_last_legal_id_can_be_forced() -> None:

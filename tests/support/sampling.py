@@ -7,9 +7,8 @@ import numpy as np
 import torch
 
 from omni_async.backend.ops import SamplingBatch
-from omni_async.sampling.params import RowParams, check, needs, resolve
+from omni_async.sampling.params import RowParams, SamplingNeeds, check, needs, resolve
 from omni_async.sampling.table import SamplingTable
-from omni_async.scheduler.sequence import SamplingNeeds
 from omni_async.types import SamplingParams
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from omni_async import RequestError
-from omni_async.sampling.params import FOREVER, NO_TOP_K, BiasEntry, check, needs, resolve
+from omni_async.sampling.params import FOREVER, NO_TOP_K, BiasEntry, SamplingNeeds, check, needs, resolve
 from omni_async.sampling.table import SamplingTable
-from omni_async.scheduler.sequence import SamplingNeeds
 from omni_async.types import SamplingParams
 from tests.support.sampling import Ask, Defaults, ask, batch_of
 
