@@ -259,6 +259,8 @@ class Engine:
         self, stage: Stage, intake: "Intake", request: Request, params: SamplingParams, mailbox: Mailbox
     ) -> None:
         """Runs on an intake thread; whatever goes wrong there ends this request."""
+        if self._live.find(mailbox.request_id) is not mailbox:
+            return  # its caller has left: nobody waits for an end
         try:
             active = intake.prepare(request, params, mailbox)
         except BaseException as error:

@@ -47,7 +47,7 @@ def assemble(load: Load, options: EngineOptions, on_end: RequestEnded) -> tuple[
             prefix_caching=options.prefix_caching,
         )
     )
-    stage = Stage(scheduler, runner, pipelined=options.pipelined, on_end=on_end)
+    stage = Stage(scheduler, runner, output=STAGE, pipelined=options.pipelined, on_end=on_end)
     intake = Intake(
         stage=STAGE,
         output=STAGE,

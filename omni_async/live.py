@@ -15,7 +15,9 @@ class LiveRequests:
     def __init__(self, options: EngineOptions) -> None:
         self._max_slots = options.max_slots
         self._max_waiting = options.max_waiting
-        self._lock = threading.Lock()
+        # Reentrant: amid any of these the garbage collector may close a reader that its dead loop left behind, and the
+        # reader's `async with` then removes its request on this very thread.
+        self._lock = threading.RLock()
         self._by_id: dict[str, Mailbox] = {}
         self.num_answers = 0
         """Under way or waiting, of all requests."""

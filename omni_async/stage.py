@@ -73,8 +73,11 @@ class Stage:
     `submit`, `cancel`, `wake` and `close` may be called on any thread and never block.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, *, pipelined: bool, on_end: RequestEnded) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: StepRunner, *, output: str, pipelined: bool, on_end: RequestEnded
+    ) -> None:
         self.scheduler = scheduler
+        self._output = output
         self._runner = runner
         self._depth = 1 if pipelined else 0
         self._on_end = on_end
@@ -271,7 +274,7 @@ class Stage:
             usage=Usage(sequence.prompt_len, sequence.num_output, sequence.num_cached),
             timings=Timings(request.admitted_s[index], request.first_token_s[index], now, sequence.num_output),
             index=index,
-            reasons={"text": reason},
+            reasons={self._output: reason},
         )
         request.unfinished -= 1
         last = request.unfinished == 0

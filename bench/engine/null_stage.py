@@ -153,7 +153,7 @@ async def run_steps(clock: Clock, load: Load) -> None:
     vocabulary = Vocabulary(_tokenizer(draw)) if load.with_text else None
     mailboxes: list[Mailbox] = []
     runner = NullRunner(clock, mailboxes, draw, ThreadLane("bench-lane") if load.through_lane else None)
-    stage = Stage(TimedScheduler(limits, clock), runner, pipelined=True, on_end=lambda mailbox: None)
+    stage = Stage(TimedScheduler(limits, clock), runner, output="text", pipelined=True, on_end=lambda mailbox: None)
     for number in range(load.num_rows):
         mailbox = Mailbox(f"r{number}", number, perf_counter(), 1, 1024)
         mailbox.waiter = Waiter("a loop", _post, anyio.Event())  # every reader waits: the most work for `publish`

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import logging
 
 from bench.engine.streams import Trace
 
@@ -33,7 +32,6 @@ class Peer:
     """A model of `transformers`, greedy, one request at a time."""
 
     def __init__(self, path: Path) -> None:
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self._model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
         self._model.generation_config.eos_token_id = None  # never ends early
         self._model.generation_config.pad_token_id = 0

@@ -311,7 +311,7 @@ class Scheduler:
                 else:
                     self._compute(sequence, row.start + row.length)
                     if output.prompt_logprobs and index in output.prompt_logprobs:
-                        self._keep_prompt_logprobs(sequence, row.start, output.prompt_logprobs[index])
+                        sequence.keep_prompt_logprobs(row.start, output.prompt_logprobs[index])
                     if samples:
                         updates.append(self._take(sequence, draw, output))
             if not sequence.num_in_flight and sequence in self.leaving:
@@ -362,13 +362,6 @@ class Scheduler:
                 parent = digests[-1] if digests else ROOT
                 digests.append(block_digest(parent, sequence.tokens[at * size : (at + 1) * size]))
             self.pool.register(sequence.blocks[at], digests[at])
-
-    @staticmethod
-    def _keep_prompt_logprobs(sequence: Sequence, start: int, chunk: HostLogprobs) -> None:
-        """Append each position's values once, although a preempted prompt is computed again, in other chunks perhaps."""
-        known = sum([len(kept.chosen) for kept in sequence.prompt_logprobs]) - start
-        if known < len(chunk.chosen):
-            sequence.prompt_logprobs.append(chunk.after(known))
 
     def _fail(self, sequence: Sequence, error: BaseException) -> Update:
         self.end(sequence)

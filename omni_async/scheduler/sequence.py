@@ -26,7 +26,7 @@ class State(Enum):
     """Will never be planned again; owns its slot and blocks until the last plan that names it commits."""
 
 
-class Outlet(Protocol):
+class CreditSource(Protocol):
     """Where a sequence's tokens go; it withholds credit while nobody takes them."""
 
     def room(self, pending: int) -> int:
@@ -85,7 +85,7 @@ class Sequence:
         *,
         rank: tuple[int, ...],
         stop: StopRule,
-        outlet: Outlet,
+        outlet: CreditSource,
         params: RowParams | None = None,
         needs: SamplingNeeds = SamplingNeeds.NONE,
         num_logprobs: int = -1,
@@ -147,6 +147,12 @@ class Sequence:
             self.credit = self.outlet.room(self.num_pending)
         self.held = self.credit <= 0
         return not self.held
+
+    def keep_prompt_logprobs(self, start: int, chunk: "HostLogprobs") -> None:
+        """Append the values of a chunk at `start`: each once, though a displaced prompt comes again in other chunks."""
+        known = sum([len(kept.chosen) for kept in self.prompt_logprobs]) - start
+        if known < len(chunk.chosen):
+            self.prompt_logprobs.append(chunk.after(known))
 
     def __repr__(self) -> str:
         return (

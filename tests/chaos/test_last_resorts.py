@@ -1,11 +1,15 @@
 """What must hold when even the means of ending things fail."""
 
+import gc
+import threading
 from collections.abc import Callable
 
 import anyio
 import pytest
 
-from omni_async import EngineClosed, Request
+from omni_async import EngineClosed, EngineOptions, Request
+from omni_async.live import LiveRequests
+from omni_async.mailbox import Mailbox
 from omni_async.scheduler.scheduler import Limits, Scheduler
 from omni_async.stage import Stage
 from tests.support.engines import byte_ids, scripted_engine
@@ -56,7 +60,7 @@ class InterruptedLoop:
 @pytest.mark.asyncio
 async def test_a_wake_up_that_a_signal_cuts_short_silences_none_after_it() -> None:
     scheduler = Scheduler(Limits(num_slots=1, num_blocks=1, block_size=1, max_step_tokens=1, prefix_caching=False))
-    stage = Stage(scheduler, runner=None, pipelined=True, on_end=lambda mailbox: None)  # type: ignore[arg-type]
+    stage = Stage(scheduler, runner=None, output="text", pipelined=True, on_end=lambda mailbox: None)  # type: ignore[arg-type]
     loop = stage._loop = InterruptedLoop()  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         stage.wake()
@@ -76,3 +80,41 @@ async def test_a_thread_that_gets_no_event_loop_is_an_error_of_entering(monkeypa
         with pytest.raises(ImportError, match="planted"):
             await engine.__aenter__()
         await engine.aclose()
+
+
+class CollectingId(str):
+    """A request id in whose comparison the garbage collector runs."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        gc.collect()
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_reader_that_is_collected_while_requests_are_counted_blocks_nobody() -> None:
+    """Its `async with` ends on the thread that collects it, perhaps one that has just taken the lock."""
+    live = LiveRequests(EngineOptions())
+    live.add(Mailbox("a", 0, 0.0, 1, 1))
+    left = Mailbox("left", 1, 0.0, 1, 1)
+    live.add(left)
+
+    class Reader:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            live.remove(left)
+
+    def work() -> None:
+        Reader()
+        live.remove(Mailbox(CollectingId("a"), 2, 0.0, 1, 1))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert live.find("left") is None
+    assert (len(live), live.num_answers) == (1, 1)

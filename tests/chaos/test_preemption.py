@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import anyio
 import pytest
+from torch import Tensor
 
 from omni_async import Engine, Generation, Request, SamplingParams
+from omni_async.backend.ops import Sampled, StepContext
 from tests.support.engines import EOS, becomes_idle, byte_ids, scripted_engine
-from tests.support.scripted import Script
+from tests.support.scripted import Script, ScriptedModel
 
 pytestmark = pytest.mark.anyio
 
@@ -17,6 +20,15 @@ pytestmark = pytest.mark.anyio
 def anyio_backend() -> str:
     """The kind of the caller's loop plays no part here."""
     return "asyncio"
+
+
+@dataclass
+class CountingModel(ScriptedModel):
+    num_draws: int = 0
+
+    def sample(self, h: Tensor, step: StepContext) -> Sampled:
+        self.num_draws += len(h)
+        return super().sample(h, step)
 
 
 @contextmanager
@@ -66,14 +78,17 @@ async def test_a_lone_request_at_every_step(depth: int, prefix_caching: bool) ->
             max_tokens=20, temperature=3.0, seed=4, repetition_penalty=1.2, frequency_penalty=0.5, ignore_eos=True
         ),
     )
-    async with scripted_engine(block_size=4, max_step_tokens=8, prefix_caching=prefix_caching) as engine:
+    model = CountingModel()
+    async with scripted_engine(model, block_size=4, max_step_tokens=8, prefix_caching=prefix_caching) as engine:
         expected = await engine.generate(request)
         assert len(set(expected.token_ids)) >= 8
         piped(engine, depth)
         preemptions = 0
         for step in range(24):
+            model.num_draws = 0
             with displaced_at(engine, step):
                 result = await engine.generate(request)
+            assert model.num_draws == 20  # what was on its way is kept, not drawn again
             assert (result.token_ids, result.usage.completion_tokens) == (expected.token_ids, 20)
             await becomes_idle(engine)
             assert engine.stats()["text"].preemptions - preemptions <= 1

@@ -31,6 +31,25 @@ async def test_pieces_pile_up_and_none_is_lost() -> None:
         await becomes_idle(engine)
 
 
+async def test_an_answer_is_read_after_its_end() -> None:
+    """All pieces have piled up before the first is taken."""
+    sampling = SamplingParams(max_tokens=200, logprobs=1)
+    async with scripted_engine([LONG]) as engine:
+        whole = await engine.generate(Request(prompt="go", sampling=sampling))
+        stream = engine.stream(Request(prompt="go", sampling=sampling))
+        with anyio.fail_after(5):
+            while engine.stats()["text"].tokens < 400:
+                await anyio.sleep(0.001)
+        await becomes_idle(engine)
+        events = [event async for event in stream]
+        assert len(events) == 2
+        delta = events[0]
+        assert isinstance(delta, TextDelta)
+        assert (delta.text, delta.token_ids, delta.logprobs) == (whole.text, whole.token_ids, whole.logprobs)
+        assert len(delta.token_ids) == 200
+        assert isinstance(events[1], Finished)
+
+
 @pytest.mark.parametrize("capacity", [1, 2, 7])
 async def test_an_unread_request_is_held_and_goes_on(capacity: int) -> None:
     async with scripted_engine([LONG, HELLO], max_unread_tokens=capacity) as engine:

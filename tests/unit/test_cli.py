@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -178,12 +178,21 @@ def test_more_prompts_than_the_engine_takes_at_once(
     assert out[1::2] == ["one", "two"] * 6
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_ends_generate_with_130(use: Use, capsys: pytest.CaptureFixture[str]) -> None:
     use(Script(byte_ids("go"), byte_ids("x")), on_step=interrupt_at(5))
     before = signal.getsignal(signal.SIGINT)
     assert main(["generate", "go", "--temperature", "0"]) == 130
     assert capsys.readouterr().err == "omni-async: interrupted\n"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """Python's own answer to Ctrl-C, even where the tests run in the background and inherit that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt_at(wanted: int) -> Callable[[int], None]:
@@ -234,6 +243,7 @@ def test_chat_ends_with_its_input(use: Use, monkeypatch: pytest.MonkeyPatch) -> 
     assert main(["chat"]) == 0
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_cancels_an_answer_and_the_conversation_goes_on(
     use: Use, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,7 +100,7 @@ async def test_small_temperatures_of_half_precision_logits(temperature: float, d
         logits = torch.zeros(len(ids), 300, dtype=dtype)
         rows = torch.arange(len(ids))
         logits[rows, ids] = 12.0
-        logits[rows, (ids + 1) % 256] = 11.0
+        logits[rows, (ids - 1) % 256] = 11.0
         return logits
 
     says = byte_ids("".join(chr(ord("a") + i % 26) for i in range(100)))

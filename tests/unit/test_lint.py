@@ -89,7 +89,7 @@ def test_importing_is_light_and_quick() -> None:
     )
     seconds, heavy = printed.split(maxsplit=1)
     assert heavy.strip() == "[]"
-    assert float(seconds) < 1
+    assert float(seconds) < 3  # a tenth of it on a quiet machine
 
 
 # -- directions of imports ----------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 import anyio
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from omni_async import Request, SamplingParams, TextDelta
+from omni_async.text.vocabulary import BYTE_OF
 from tests.support.checkpoints import byte_tokenizer
 from tests.support.engines import EOS, byte_ids, scripted_engine
 from tests.support.scripted import Script
@@ -34,11 +36,34 @@ async def test_a_prompt_that_ends_inside_a_character_does_not_leak() -> None:
     assert set(joined.removesuffix(" ok")) == {"\N{REPLACEMENT CHARACTER}"}
 
 
-async def test_characters_of_several_tokens_arrive_whole() -> None:
-    deltas, whole, _ = await streamed(Script(byte_ids("?"), [*byte_ids(MIXED), EOS]))
-    assert "".join(d.text for d in deltas) == whole == MIXED
-    assert all("\N{REPLACEMENT CHARACTER}" not in d.text for d in deltas)
-    assert sum(len(d.token_ids) for d in deltas) == len(MIXED.encode()) + 1
+@pytest.mark.parametrize("most", [1, 2, 3, 1000])
+async def test_characters_of_several_tokens_arrive_whole(most: int) -> None:
+    """In deltas of at most so many tokens; where no character is complete, the delta's text is empty."""
+    ids = [*byte_ids(MIXED), EOS]
+    async with scripted_engine([Script(byte_ids("?"), ids)], max_unread_tokens=most) as engine:
+        request = Request(prompt="?")
+        deltas = [event async for event in engine.stream(request) if isinstance(event, TextDelta)]
+        assert "".join(d.text for d in deltas) == (await engine.generate(request)).text == MIXED
+        assert [token for d in deltas for token in d.token_ids] == ids
+        assert all("\N{REPLACEMENT CHARACTER}" not in d.text for d in deltas)
+        assert all(1 <= len(d.token_ids) <= most for d in deltas)
+        if most == 1:
+            assert [d.text for d in deltas] == ["a", "", "", "", "\U0001f336", "", "\u00e9", "", "", "\u4f60", "b", ""]
+
+
+async def test_tokens_that_close_one_character_and_open_the_next() -> None:
+    text = "\u6211\u5462\u561b"
+    data = text.encode()
+    char_of = {byte: char for char, byte in BYTE_OF.items()}
+    pieces = [data[:2], data[2:5], data[5:7], data[7:]]
+    words = ["".join(char_of[byte] for byte in piece) for piece in (b"?", *pieces)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    tokenizer.decoder = decoders.ByteLevel()
+    async with scripted_engine([Script([0], [1, 2, 3, 4])], tokenizer=tokenizer, max_unread_tokens=1) as engine:
+        request = Request(prompt_token_ids=[0], sampling=SamplingParams(max_tokens=4))
+        deltas = [event.text async for event in engine.stream(request) if isinstance(event, TextDelta)]
+        assert deltas == ["", text[0], text[1], text[2]]
+        assert "".join(deltas) == tokenizer.decode([1, 2, 3, 4]) == text
 
 
 @pytest.mark.parametrize("included", [False, True])
@@ -94,6 +119,7 @@ async def test_an_empty_prompt_is_the_tokenizers_own_start() -> None:
         assert (result.text, result.usage.prompt_tokens) == ("ok", 1)
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # it takes seconds: one kind of loop is enough
 async def test_a_prompt_of_megabytes_freezes_nobody() -> None:
     """It is refused in the end; meanwhile the caller's loop ticks and another stream runs."""
     endless = Script(byte_ids("go"), byte_ids("x"))
