@@ -166,6 +166,7 @@ class Stage:
         for request in list(self._active.values()):
             self._forget(request)
             request.mailbox.fail(self._closed())
+        self._hand_over()  # to those whose requests ended just before the fault
         self._refuse_submitted()
 
     async def _serve(self) -> None:

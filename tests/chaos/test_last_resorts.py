@@ -12,7 +12,7 @@ from omni_async.live import LiveRequests
 from omni_async.mailbox import Mailbox
 from omni_async.scheduler.scheduler import Limits, Scheduler
 from omni_async.stage import Stage
-from tests.support.engines import byte_ids, scripted_engine
+from tests.support.engines import EOS, byte_ids, scripted_engine
 from tests.support.scripted import Script
 
 ENDLESS = Script(byte_ids("go"), byte_ids("x"))
@@ -118,3 +118,23 @@ def test_a_reader_that_is_collected_while_requests_are_counted_blocks_nobody() -
     assert not thread.is_alive()
     assert live.find("left") is None
     assert (len(live), live.num_answers) == (1, 1)
+
+
+@pytest.mark.anyio
+async def test_a_fault_amid_publishing_hangs_nobody_whose_request_has_just_ended() -> None:
+    script = Script(byte_ids("Hi"), [*byte_ids("Hello you"), EOS])
+    async with scripted_engine([script]) as engine:
+        assert engine._stage is not None
+        scheduler = engine._stage.scheduler
+        inner: Callable[[object], list[object]] = scheduler.commit  # type: ignore[assignment]
+
+        def commit(output: object) -> list[object]:
+            updates = inner(output)
+            ends = any(update.reason for update in updates)  # type: ignore[attr-defined]
+            return [*updates, None] if ends else updates
+
+        scheduler.commit = commit  # type: ignore[method-assign, assignment]
+        with anyio.fail_after(2):
+            assert (await engine.generate(Request(prompt="Hi"))).text == "Hello you"
+        with pytest.raises(EngineClosed, match="stopped on a fault"):
+            await engine.generate(Request(prompt="Hi"))

@@ -49,3 +49,11 @@ def test_the_readme_s_commands_exist() -> None:
     assert commands == ["scripts/quickstart.sh", "scripts/test.sh"]
     assert all((ROOT / command).is_file() for command in commands)
     assert commands[1] in text_of(ROOT / ".ci" / "run")
+
+
+def test_the_cases_name_tests_that_exist() -> None:
+    named = re.findall(r"`(\w+/test_\w+\.py)(?:::(\w+))?`", text_of(ROOT / "docs" / "cases.md"))
+    assert len(named) > 50
+    for path, name in named:
+        source = text_of(ROOT / "tests" / path)
+        assert re.search(rf"^(async )?(def|class) {name}\b", source, re.MULTILINE), (path, name)
