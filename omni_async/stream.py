@@ -13,6 +13,9 @@ from omni_async.mailbox import Mailbox, Piece
 from omni_async.sampling.logprobs import TokenBytes, token_logprob
 from omni_async.types import Event, Finished, TextDelta, TokenLogprob
 
+LOGPROBS_A_TURN = 256
+"""Log-probabilities turned into objects before the caller's loop gets a turn: well under a millisecond's work."""
+
 
 class Desk(Protocol):
     """Where a stream tells the engine what its caller did; every method may be called on any thread."""
@@ -118,7 +121,8 @@ class EventStream:
             if self._closed:  # meanwhile, by another task
                 raise StopAsyncIteration
             if self._events:
-                return self._events.pop()
+                event = self._events.pop()
+                return await self._complete(event) if isinstance(event, Finished) else event
             ended = mailbox.ended  # read before the pieces: the engine writes it after them
             self._take()
             if self._events:
@@ -131,16 +135,19 @@ class EventStream:
             await mailbox.wait()
 
     def _take(self) -> None:
-        """Turn everything that has arrived into as few events as keep their order."""
+        """Turn what has arrived into as few events as keep its order; with log-probabilities, no more than is quick."""
         mailbox = self._mailbox
+        count = len(mailbox.pieces)
+        if self._num_logprobs >= 0:
+            count = min(count, self._positions_a_turn(self._num_logprobs))
         gained: dict[int, list[Piece]] = {}
         events: list[Event] = []
-        for _ in range(len(mailbox.pieces)):
+        for _ in range(count):
             piece = mailbox.pieces.popleft()
             if isinstance(piece, Finished):
                 if piece.index in gained:
                     events.append(self._delta(gained.pop(piece.index)))
-                events.append(self._complete(piece))
+                events.append(piece)
             else:
                 gained.setdefault(piece.answer, []).append(piece)
         events.extend(self._delta(pieces) for pieces in gained.values())
@@ -168,18 +175,25 @@ class EventStream:
             index=index,
         )
 
-    def _complete(self, finished: Finished) -> Finished:
-        """Add the prompt's log-probabilities, if they were asked for."""
+    async def _complete(self, finished: Finished) -> Finished:
+        """Add the prompt's log-probabilities, if they were asked for, in turns that are short."""
         if self._num_prompt_logprobs < 0:
             return finished
         mailbox = self._mailbox
         made: list[TokenLogprob | None] = [None]
+        positions_a_turn = self._positions_a_turn(self._num_prompt_logprobs)
         for chunk in mailbox.prompt_logprobs:
             for at in range(len(chunk.chosen)):
                 token = mailbox.prompt_ids[len(made)]
                 made.append(token_logprob(token, chunk, at, self._num_prompt_logprobs, self._token_bytes))
+                if len(made) % positions_a_turn == 0:
+                    await anyio.lowlevel.checkpoint()
         whole = len(made) == len(mailbox.prompt_ids)  # else it was aborted before the prompt was computed
         return replace(finished, prompt_logprobs=tuple(made) if whole else None)
+
+    @staticmethod
+    def _positions_a_turn(num_top: int) -> int:
+        return max(1, LOGPROBS_A_TURN // (num_top + 1))
 
 
 class TextIterator:

@@ -29,7 +29,8 @@ class Script:
 class ScriptedModel:
     scripts: Sequence[Script] = ()
     vocab_size: int = 300
-    max_positions: int = 512
+    max_positions: int = 4096
+    """Enough that an answer without an end outlasts whatever a test does meanwhile."""
     on_step: Callable[[int], None] = lambda step: None
     """Called with the number of the step before it is computed; may raise."""
     num_steps: int = 0

@@ -275,7 +275,7 @@ def test_an_error_ends_one_turn_of_a_chat(
     type_in(monkeypatch, f"{'p' * 600}\nHi\n")
     assert main(["chat", "--temperature", "0"]) == 0
     printed = capsys.readouterr()
-    assert "max_model_len is 512" in printed.err
+    assert "max_model_len is 4096" in printed.err
     assert printed.out == "yes\n"
 
 

@@ -105,7 +105,7 @@ async def test_an_error_after_the_start_is_an_event(client: AsyncClient) -> None
     response = await client.post("/answer", json={"prompt": "x" * 600})
     [(kind, data)] = events_of(response.text)
     assert kind == "error"
-    assert "max_model_len is 512" in str(data["error"])
+    assert "max_model_len is 4096" in str(data["error"])
 
 
 @pytest.mark.anyio

@@ -135,7 +135,7 @@ async def test_a_prompt_of_megabytes_freezes_nobody() -> None:
                 last = anyio.current_time()
 
         async def flood() -> None:
-            with pytest.raises(ValueError, match="512"):
+            with pytest.raises(ValueError, match="4096"):
                 await engine.generate(Request(prompt="word " * 1_000_000))
             refused.set()
 
