@@ -11,8 +11,8 @@ from typing import Protocol, cast
 from omni_async.bridge import Waiter, wake
 from omni_async.errors import DeadlineExceeded, EngineClosed
 from omni_async.mailbox import Mailbox, Outlet, Piece
-from omni_async.scheduler.plan import StepOutput, StepPlan
-from omni_async.scheduler.scheduler import Scheduler, Update
+from omni_async.scheduler.plan import StepOutput, StepPlan, Update
+from omni_async.scheduler.scheduler import Scheduler
 from omni_async.scheduler.sequence import Sequence, State
 from omni_async.types import Finished, FinishReason, Timings, Usage
 

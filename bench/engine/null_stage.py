@@ -22,9 +22,9 @@ from omni_async.errors import EngineClosed
 from omni_async.mailbox import Mailbox
 from omni_async.runner.lane import ThreadLane
 from omni_async.runner.runner import HostRows
-from omni_async.scheduler.plan import StepOutput, StepPlan
+from omni_async.scheduler.plan import StepOutput, StepPlan, Update
 from omni_async.scheduler.prefix import block_digests
-from omni_async.scheduler.scheduler import Limits, Scheduler, Update
+from omni_async.scheduler.scheduler import Limits, Scheduler
 from omni_async.scheduler.sequence import Sequence, StopRule
 from omni_async.stage import ActiveRequest, Stage
 from omni_async.text import TextStream, Vocabulary

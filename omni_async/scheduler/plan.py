@@ -8,6 +8,7 @@ from typing import NamedTuple
 from omni_async.sampling.logprobs import HostLogprobs
 from omni_async.sampling.params import SamplingNeeds
 from omni_async.scheduler.sequence import Sequence
+from omni_async.types import FinishReason
 
 
 class Phase(Enum):
@@ -75,3 +76,19 @@ class StepOutput:
     """By row index: of the tokens at positions `start + 1 .. start + length` that the prompt holds."""
     error: BaseException | None = None
     """The step failed; nothing else here means anything."""
+
+
+class Update(NamedTuple):
+    """What a committed step means for one sequence."""
+
+    sequence: Sequence
+    token_id: int
+    """-1: none."""
+    text: str
+    logprobs: HostLogprobs | None
+    """The step's, of all its sampled rows."""
+    draw: int
+    """This sequence's entry among the step's sampled rows, -1: none."""
+    reason: FinishReason | None
+    stop_reason: int | str | None
+    error: BaseException | None

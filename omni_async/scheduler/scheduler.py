@@ -1,15 +1,12 @@
 """Decides what runs in each step: admit, plan, commit. No torch, no clock, no threads."""
 
 from bisect import insort
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from omni_async.errors import NonFiniteLogits, StepFailed
-from omni_async.sampling.logprobs import HostLogprobs
 from omni_async.sampling.params import SamplingNeeds
 from omni_async.scheduler.blocks import BlockPool
-from omni_async.scheduler.plan import Admission, NewBlocks, Phase, Row, StepOutput, StepPlan
+from omni_async.scheduler.plan import Admission, NewBlocks, Phase, Row, StepOutput, StepPlan, Update
 from omni_async.scheduler.prefix import ROOT, block_digest
 from omni_async.scheduler.sequence import Sequence, State
 from omni_async.types import FinishReason
@@ -24,22 +21,6 @@ class Limits:
     block_size: int
     max_step_tokens: int
     prefix_caching: bool
-
-
-class Update(NamedTuple):
-    """What a committed step means for one sequence."""
-
-    sequence: Sequence
-    token_id: int
-    """-1: none."""
-    text: str
-    logprobs: HostLogprobs | None
-    """The step's, of all its sampled rows."""
-    draw: int
-    """This sequence's entry among the step's sampled rows, -1: none."""
-    reason: FinishReason | None
-    stop_reason: int | str | None
-    error: BaseException | None
 
 
 DECODE = Phase.DECODE
@@ -123,9 +104,10 @@ class Scheduler:
                     sequence.num_planned = total
                     sequence.num_pending += 1
                     sequence.credit -= 1
-                    row = Row(sequence, sequence.slot, start, 1, DECODE, True)
-                else:
-                    row = self._row(sequence, budget, new_blocks)
+                    budget -= 1
+                    rows.append(Row(sequence, sequence.slot, start, 1, DECODE, True))
+                    continue
+                row = self._row(sequence, budget, new_blocks)
             if row is not None:
                 rows.append(row)
                 budget -= row.length
@@ -298,10 +280,9 @@ class Scheduler:
         updates: list[Update] = []
         draw = -1
         error = output.error
-        for index, row in enumerate(output.plan.rows):
-            sequence = row.sequence
+        size = self.limits.block_size
+        for index, (sequence, _, start, length, _, samples) in enumerate(output.plan.rows):
             sequence.num_in_flight -= 1
-            samples = row.samples
             if samples:
                 sequence.num_pending -= 1
                 draw += 1
@@ -309,9 +290,12 @@ class Scheduler:
                 if error is not None:
                     updates.append(self._fail(sequence, self._step_error(output)))
                 else:
-                    self._compute(sequence, row.start + row.length)
+                    computed = start + length
+                    if computed // size > sequence.num_computed // size:
+                        self._share(sequence, computed)
+                    sequence.num_computed = computed
                     if output.prompt_logprobs and index in output.prompt_logprobs:
-                        sequence.keep_prompt_logprobs(row.start, output.prompt_logprobs[index])
+                        sequence.keep_prompt_logprobs(start, output.prompt_logprobs[index])
                     if samples:
                         updates.append(self._take(sequence, draw, output))
             if not sequence.num_in_flight and sequence in self.leaving:
@@ -349,15 +333,13 @@ class Scheduler:
             self.end(sequence)
         return Update(sequence, token, text, output.logprobs, draw, reason, stop_reason, None)
 
-    def _compute(self, sequence: Sequence, num_computed: int) -> None:
-        """Note that positions up to `num_computed` are in the cache, and make full blocks findable."""
-        size = self.limits.block_size
-        first, end = sequence.num_computed // size, num_computed // size
-        sequence.num_computed = num_computed
-        if first == end or not self.limits.prefix_caching:
+    def _share(self, sequence: Sequence, num_computed: int) -> None:
+        """Make the blocks findable that are full now that positions up to `num_computed` are in the cache."""
+        if not self.limits.prefix_caching:
             return
+        size = self.limits.block_size
         digests = sequence.block_hashes
-        for at in range(first, end):
+        for at in range(sequence.num_computed // size, num_computed // size):
             if at == len(digests):
                 parent = digests[-1] if digests else ROOT
                 digests.append(block_digest(parent, sequence.tokens[at * size : (at + 1) * size]))
@@ -375,13 +357,9 @@ class Scheduler:
 
     # -- checking ------------------------------------------------------------------------------------------------
 
-    def owners(self) -> Iterable[Sequence]:
-        """All sequences that own a slot."""
-        return [*self.running, *self.leaving]
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, blocks and queues agree with each other."""
-        owners = list(self.owners())
+        owners = [*self.running, *self.leaving]
         slots = [s.slot for s in owners] + self._free_slots
         if sorted(slots) != list(range(self.limits.num_slots)):
             raise AssertionError(f"slots are lost or owned twice: {sorted(slots)}")

@@ -150,12 +150,12 @@ def test_many_prompts_print_in_order_and_one_error_ends_only_its_own(
 ) -> None:
     model = use(*[says(f"p{i}.", "x" * (40 - i)) for i in range(8)])
     prompts = tmp_path / "prompts.txt"
-    long = "p" * 600
+    long = "p" * 5000
     prompts.write_text("\n\n".join([f"p{i}." for i in range(4)] + [long] + [f"p{i}." for i in range(4, 8)]))
     assert main(["generate", "--file", str(prompts), "--json", "--temperature", "0"]) == 1
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [r["index"] for r in records] == list(range(9))
-    assert "600 tokens" in records.pop(4)["error"]
+    assert "5000 tokens" in records.pop(4)["error"]
     assert [(r["prompt"], r["text"]) for r in records] == [(f"p{i}.", "x" * (40 - i)) for i in range(8)]
     assert all(r["finish_reason"] == "stop" and r["prompt_tokens"] == 3 for r in records)
     assert [r["completion_tokens"] for r in records] == [41 - i for i in range(8)]
@@ -272,7 +272,7 @@ def test_an_error_ends_one_turn_of_a_chat(
     use: Use, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use(says("user: Hi\n", "yes"))
-    type_in(monkeypatch, f"{'p' * 600}\nHi\n")
+    type_in(monkeypatch, f"{'p' * 5000}\nHi\n")
     assert main(["chat", "--temperature", "0"]) == 0
     printed = capsys.readouterr()
     assert "max_model_len is 4096" in printed.err

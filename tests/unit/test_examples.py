@@ -102,7 +102,7 @@ async def test_the_web_application_refuses_what_is_wrong(client: AsyncClient, bo
 
 @pytest.mark.anyio
 async def test_an_error_after_the_start_is_an_event(client: AsyncClient) -> None:
-    response = await client.post("/answer", json={"prompt": "x" * 600})
+    response = await client.post("/answer", json={"prompt": "x" * 5000})
     [(kind, data)] = events_of(response.text)
     assert kind == "error"
     assert "max_model_len is 4096" in str(data["error"])
