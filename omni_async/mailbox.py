@@ -6,6 +6,7 @@ waits for the other. Unread tokens are bounded by credit: an answer is not plann
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from omni_async.bridge import Waiter, wake
@@ -21,6 +22,10 @@ class Piece(NamedTuple):
     text: str
     logprobs: HostLogprobs | None
     """Of this token alone."""
+
+
+quick_piece = partial(tuple.__new__, Piece)
+"""`Piece` from a tuple of its fields, in half the time: one is made for every token drawn."""
 
 
 class Outlet:

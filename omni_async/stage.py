@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 from omni_async.bridge import Waiter, wake
 from omni_async.errors import DeadlineExceeded, EngineClosed
-from omni_async.mailbox import Mailbox, Outlet, Piece
+from omni_async.mailbox import Mailbox, Outlet, quick_piece
 from omni_async.scheduler.plan import StepOutput, StepPlan, Update
 from omni_async.scheduler.scheduler import Scheduler
 from omni_async.scheduler.sequence import Sequence, State
@@ -257,7 +257,7 @@ class Stage:
             logprobs = None
             if update.logprobs is not None and sequence.num_logprobs >= 0:
                 logprobs = update.logprobs.entry(update.draw, sequence.num_logprobs)
-            mailbox.pieces.append(Piece(outlet.index, update.token_id, update.text, logprobs))
+            mailbox.pieces.append(quick_piece((outlet.index, update.token_id, update.text, logprobs)))
             if update.reason is not None:
                 self._finish(self._active[mailbox], outlet.index, update.reason, update.stop_reason)
             waiter = mailbox.waiter

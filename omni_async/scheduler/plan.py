@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from omni_async.sampling.logprobs import HostLogprobs
@@ -29,6 +30,10 @@ class Row(NamedTuple):
     phase: Phase
     samples: bool
     """The row's last token is the sequence's last: the next one is drawn."""
+
+
+quick_row = partial(tuple.__new__, Row)
+"""`Row` from a tuple of its fields, in half the time: one is made for every token drawn."""
 
 
 class NewBlocks(NamedTuple):
@@ -92,3 +97,7 @@ class Update(NamedTuple):
     reason: FinishReason | None
     stop_reason: int | str | None
     error: BaseException | None
+
+
+quick_update = partial(tuple.__new__, Update)
+"""`Update` from a tuple of its fields; see `quick_row`."""

@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from omni_async.errors import NonFiniteLogits, StepFailed
 from omni_async.sampling.params import SamplingNeeds
 from omni_async.scheduler.blocks import BlockPool
-from omni_async.scheduler.plan import Admission, NewBlocks, Phase, Row, StepOutput, StepPlan, Update
+from omni_async.scheduler.plan import (
+    Admission,
+    NewBlocks,
+    Phase,
+    Row,
+    StepOutput,
+    StepPlan,
+    Update,
+    quick_row,
+    quick_update,
+)
 from omni_async.scheduler.prefix import ROOT, block_digest
 from omni_async.scheduler.sequence import Sequence, State
 from omni_async.types import FinishReason
@@ -105,7 +115,7 @@ class Scheduler:
                     sequence.num_pending += 1
                     sequence.credit -= 1
                     budget -= 1
-                    rows.append(Row(sequence, sequence.slot, start, 1, DECODE, True))
+                    rows.append(quick_row((sequence, sequence.slot, start, 1, DECODE, True)))
                     continue
                 row = self._row(sequence, budget, new_blocks)
             if row is not None:
@@ -331,7 +341,7 @@ class Scheduler:
             if stream is not None:
                 text += stream.finish()
             self.end(sequence)
-        return Update(sequence, token, text, output.logprobs, draw, reason, stop_reason, None)
+        return quick_update((sequence, token, text, output.logprobs, draw, reason, stop_reason, None))
 
     def _share(self, sequence: Sequence, num_computed: int) -> None:
         """Make the blocks findable that are full now that positions up to `num_computed` are in the cache."""
