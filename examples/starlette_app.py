@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from omni_async import Engine, EventStream, OmniError, QueueFull, Request, RequestError, SamplingParams, TextDelta
 from omni_async.cli import find_default_model
@@ -39,7 +40,7 @@ def make_app(engine: Engine) -> Starlette:
             return JSONResponse({"error": str(error)}, status_code=400)
         except QueueFull as error:
             return JSONResponse({"error": str(error)}, status_code=503)
-        return StreamingResponse(server_sent(events), media_type="text/event-stream")
+        return EventResponse(events)
 
     async def stats(http: HttpRequest) -> Response:
         return JSONResponse({name: asdict(stage) for name, stage in engine.stats().items()})
@@ -60,17 +61,29 @@ def make_request(body: Any) -> Request:
     return Request(messages=[{"role": "user", "content": body["prompt"]}], sampling=sampling)
 
 
+class EventResponse(StreamingResponse):
+    """Events as they come; the request ends when the response does, also when the client goes away."""
+
+    def __init__(self, events: EventStream) -> None:
+        super().__init__(server_sent(events), media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events. Nobody closes an async generator that is left midway, so `server_sent` cannot do this."""
+        async with self._events:
+            await super().__call__(scope, receive, send)
+
+
 async def server_sent(events: EventStream) -> AsyncIterator[str]:
-    """Events as lines for the client; leaving in any way, as by a cancellation, ends the request."""
-    async with events:
-        try:
-            async for event in events:
-                if isinstance(event, TextDelta):
-                    yield f"data: {json.dumps({'text': event.text})}\n\n"
-                else:
-                    yield f"event: end\ndata: {json.dumps({'reason': event.reason, 'usage': asdict(event.usage)})}\n\n"
-        except OmniError as error:  # the status has been sent, so the client learns it this way
-            yield f"event: error\ndata: {json.dumps({'error': str(error)})}\n\n"
+    """Events as lines for the client."""
+    try:
+        async for event in events:
+            if isinstance(event, TextDelta):
+                yield f"data: {json.dumps({'text': event.text})}\n\n"
+            else:
+                yield f"event: end\ndata: {json.dumps({'reason': event.reason, 'usage': asdict(event.usage)})}\n\n"
+    except OmniError as error:  # the status has been sent, so the client learns it this way
+        yield f"event: error\ndata: {json.dumps({'error': str(error)})}\n\n"
 
 
 if __name__ == "__main__":
