@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "anyio", "uvloop", "gguf")
+LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "numpy", "anyio", "uvloop", "gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Environment:
     """Cores that this process may use."""
     threads: int
     """Threads of one torch operation."""
+    gpu: str | None
     memory_bytes: int
     load: tuple[float, float, float]
     """Running processes, averaged over 1, 5 and 15 minutes before the run: others on the machine spoil figures."""
@@ -43,6 +44,7 @@ class Environment:
             cpu=_cpu_model(),
             cores=len(os.sched_getaffinity(0)),
             threads=torch.get_num_threads(),
+            gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             load=os.getloadavg(),
             system=f"{platform.system()} {platform.release()}",

@@ -37,7 +37,9 @@ def assemble(load: Load, options: EngineOptions, on_end: RequestEnded) -> tuple[
     cache = plan_cache(spec, options, loaded.dtype, free_memory(loaded.device))
     state = DeviceState(spec, cache, options.max_slots, options.block_size, loaded.dtype, loaded.device)
     table = SamplingTable(options.max_slots, spec.vocab_size, loaded.device)
-    runner = Runner(loaded.model, choose_ops("reference"), state, table, ThreadLane("omni-async-lane"))
+    runner = Runner(
+        loaded.model, choose_ops(options.backend, loaded.device), state, table, ThreadLane("omni-async-lane")
+    )
     scheduler = Scheduler(
         Limits(
             num_slots=options.max_slots,

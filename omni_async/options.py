@@ -7,6 +7,7 @@ from omni_async.errors import OptionError
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "float16", "bfloat16"]
+Backend = Literal["auto", "reference", "triton"]
 
 
 class OptionFields(TypedDict, total=False):
@@ -14,6 +15,7 @@ class OptionFields(TypedDict, total=False):
 
     device: Device
     dtype: Dtype | None
+    backend: Backend
     max_model_len: int | None
     max_slots: int
     max_step_tokens: int
@@ -40,6 +42,8 @@ class EngineOptions:
     """`auto`: cuda where there is one, else cpu."""
     dtype: Dtype | None = None
     """The run dtype; `None`: the checkpoint's own (float32 for a quantised file on the CPU)."""
+    backend: Backend = "auto"
+    """Who computes: `reference` is plain torch; `triton`, for cuda, has kernels of our own; `auto`: by the device."""
     max_model_len: int | None = None
     """Most tokens of prompt and answer together; `None`: what the model and the cache allow."""
     max_slots: int = 32
@@ -68,6 +72,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):
             raise OptionError(f"device must be 'auto', 'cpu' or 'cuda', got {self.device!r}")
+        if self.backend not in ("auto", "reference", "triton"):
+            raise OptionError(f"backend must be 'auto', 'reference' or 'triton', got {self.backend!r}")
         if self.dtype not in (None, "float32", "float16", "bfloat16"):
             raise OptionError(f"dtype must be 'float32', 'float16', 'bfloat16' or None, got {self.dtype!r}")
         for name, value, low, high in (

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from omni_async.backend.choose import choose_ops
 from omni_async.backend.ops import LayerCache, StepInputs, StepRows
+from omni_async.backend.reference.ops import ReferenceOps
 from omni_async.errors import OptionError
 
 BLOCK_SIZE = 16
@@ -46,7 +47,7 @@ def step_inputs(shapes: list[Shape]) -> tuple[StepInputs, Tensor]:
         max_length=int(lengths.max()),
         max_context=longest,
     )
-    inputs = choose_ops("reference").prepare(rows, tokens, tables, BLOCK_SIZE)
+    inputs = ReferenceOps().prepare(rows, tokens, tables, BLOCK_SIZE)
     at = 0
     for (length, context), slot in zip(shapes, rows.slots.tolist(), strict=True):
         for position in range(context - length, context):
@@ -116,7 +117,7 @@ def test_paged_attention(mix: str, dtype: torch.dtype) -> None:
     before = [part.clone() for part in cache]
     q = torch.randn(len(inputs.positions), num_heads, head_size, generator=torch.Generator().manual_seed(3)).to(dtype)
     scale = 1.7 / math.sqrt(head_size)
-    found = choose_ops("reference").paged_attention(q, cache, inputs.attention, scale)
+    found = ReferenceOps().paged_attention(q, cache, inputs.attention, scale)
     assert found.dtype == dtype
     expected = naive(q, cache, shapes, tables, scale)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=EPSILON[dtype])
@@ -130,12 +131,12 @@ def test_head_groups(num_kv_heads: int) -> None:
     inputs, tables = step_inputs(shapes)
     cache = make_cache(shapes, tables, num_kv_heads, 16, torch.float32)
     q = torch.randn(len(inputs.positions), 6, 16, generator=torch.Generator().manual_seed(3))
-    found = choose_ops("reference").paged_attention(q, cache, inputs.attention, 0.25)
+    found = ReferenceOps().paged_attention(q, cache, inputs.attention, 0.25)
     torch.testing.assert_close(found.double(), naive(q, cache, shapes, tables, 0.25), rtol=0, atol=1e-5)
 
 
 def test_one_batch_serves_all_layers_and_the_next_batch_its_own() -> None:
-    ops = choose_ops("reference")
+    ops = ReferenceOps()
     for mix in ("decode rows", "mixed", "decode rows"):
         shapes = MIXES[mix]
         inputs, tables = step_inputs(shapes)
@@ -154,10 +155,11 @@ def test_undefined_table_entries_are_never_read(mix: str) -> None:
     q = torch.randn(len(inputs.positions), 2, 8, generator=torch.Generator().manual_seed(3))
     for row, (_, context) in enumerate(shapes):
         inputs.attention.block_tables[row, -(-context // BLOCK_SIZE) :] = 10**6
-    found = choose_ops("reference").paged_attention(q, cache, inputs.attention, 0.3)
+    found = ReferenceOps().paged_attention(q, cache, inputs.attention, 0.3)
     torch.testing.assert_close(found.double(), naive(q, cache, shapes, tables, 0.3), rtol=0, atol=1e-5)
 
 
-def test_unknown_backend_is_refused() -> None:
-    with pytest.raises(OptionError, match="'abacus' is not one of reference"):
-        choose_ops("abacus")
+def test_the_triton_backend_is_for_cuda() -> None:
+    with pytest.raises(OptionError, match="runs on cuda"):
+        choose_ops("triton", torch.device("cpu"))
+    assert isinstance(choose_ops("auto", torch.device("cpu")), ReferenceOps)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni_async.backend.choose import choose_ops
 from omni_async.backend.ops import HeadNorm, Rotary
+from omni_async.backend.reference.ops import ReferenceOps
 
-OPS = choose_ops("reference")
+OPS = ReferenceOps()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPSILON = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

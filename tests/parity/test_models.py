@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from omni_async.backend.choose import choose_ops
+from omni_async.backend.reference.ops import ReferenceOps
 from omni_async.models.protocol import StageModel
 from omni_async.models.registry import ARCHITECTURES
 from tests.support.forward import Forward, Rows, chunked, generate, staggered, whole
@@ -78,14 +78,14 @@ ALONE: list[Rows] = [[(slot, length)] for slot, length in enumerate(LENGTHS)]
     ids=["alone", "together", "chunks of 7", "chunks of 16", "mixed", "token by token"],
 )
 def test_logits_equal(pair: Pair, steps: list[Rows]) -> None:
-    forward = Forward(pair.model, choose_ops("reference"), PROMPTS)
+    forward = Forward(pair.model, ReferenceOps(), PROMPTS)
     for logits, expected in zip(forward.run(steps), pair.expected, strict=True):
         torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
 
 
 def test_greedy_ids_equal(pair: Pair) -> None:
     prompts = PROMPTS[1:4]
-    answers = generate(pair.model, choose_ops("reference"), prompts, 64)
+    answers = generate(pair.model, ReferenceOps(), prompts, 64)
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([prompt])
         expected = pair.reference.generate(
@@ -110,7 +110,7 @@ def test_comparison_sees_one_changed_matrix(name: str, layer: int, tmp_path: Any
     with torch.no_grad():
         pair.reference.model.layers[layer].self_attn.o_proj.weight[0] *= 1.1
     changed = reference_logits(pair.reference, PROMPTS[1])
-    logits = Forward(pair.model, choose_ops("reference"), [PROMPTS[1]]).run(whole([15]))[0]
+    logits = Forward(pair.model, ReferenceOps(), [PROMPTS[1]]).run(whole([15]))[0]
     assert (logits - pair.expected[1]).abs().max() < TOLERANCE
     assert (logits - changed).abs().max() > 10 * TOLERANCE
 
@@ -122,7 +122,7 @@ def test_half_precision_is_as_close_as_the_reference(name: str, dtype: torch.dty
     exact = pair.expected[4]
     model = ARCHITECTURES[type(pair.reference).__name__](pair.config, dtype=dtype, device=torch.device("cpu"))
     model.load(saved_weights(pair.reference, tmp_path))
-    logits = Forward(model, choose_ops("reference"), PROMPTS, dtype=dtype).run(staggered(LENGTHS, 9))[4]
+    logits = Forward(model, ReferenceOps(), PROMPTS, dtype=dtype).run(staggered(LENGTHS, 9))[4]
     assert logits.dtype == dtype
     error = (logits - exact).abs().mean()
     usual = (reference_logits(pair.reference.to(dtype), PROMPTS[4]) - exact).abs().mean()

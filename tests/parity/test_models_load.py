@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from omni_async.backend.choose import choose_ops
+from omni_async.backend.reference.ops import ReferenceOps
 from omni_async.errors import CheckpointError, UnsupportedModel
 from omni_async.models.layers import weights as weights_module
 from omni_async.models.layers.causal_lm import CausalLM
@@ -34,7 +34,7 @@ def tied(tmp_path: Any) -> tuple[LlamaForCausalLM, Weights, Any]:
 
 
 def logits_of(model: CausalLM) -> torch.Tensor:
-    return Forward(model, choose_ops("reference"), [IDS]).run(whole([len(IDS)]))[0]
+    return Forward(model, ReferenceOps(), [IDS]).run(whole([len(IDS)]))[0]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from omni_async.backend.choose import choose_ops
+from omni_async.backend.reference.ops import ReferenceOps
 from omni_async.errors import UnsupportedModel
 from omni_async.models.layers.rope import make_rotary
 from omni_async.models.registry import ARCHITECTURES
@@ -85,5 +85,5 @@ def test_dynamic_rotation_follows_a_growing_sequence(tmp_path: Any) -> None:
         known = reference(input_ids=torch.tensor([[token]]), past_key_values=known.past_key_values)
         expected.append(known.logits[0])
     for size in (1, 50, 120):
-        logits = Forward(model, choose_ops("reference"), [ids]).run(chunked([120], size))[0]
+        logits = Forward(model, ReferenceOps(), [ids]).run(chunked([120], size))[0]
         torch.testing.assert_close(logits, torch.cat(expected), rtol=0, atol=1e-4)

@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from omni_async.backend.choose import choose_ops
 from omni_async.backend.ops import StepContext, StepRows
+from omni_async.backend.reference.ops import ReferenceOps
 from omni_async.models.registry import ARCHITECTURES
 from tests.support.sampling import ask, batch_of
 from tests.support.tiny import SIZES, as_weights, make_reference
 
-OPS = choose_ops("reference")
+OPS = ReferenceOps()
 CONFIG = Qwen3Config(**SIZES, head_dim=16)
 
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from omni_async.backend.choose import choose_ops
+from omni_async.backend.reference.ops import ReferenceOps
 from omni_async.loading.gguf.config import make_config
 from omni_async.loading.gguf.file import read_gguf
 from omni_async.loading.gguf.weights import make_weights
@@ -61,13 +61,13 @@ def test_logits_equal(model: LlamaForCausalLM, reference: Any) -> None:
     prompts = [STATEMENT, QUESTION]
     lengths = [len(prompt) for prompt in prompts]
     for steps in (whole(lengths), chunked(lengths, 4), staggered(lengths, 3)):
-        found = Forward(model, choose_ops("reference"), prompts).run(steps)
+        found = Forward(model, ReferenceOps(), prompts).run(steps)
         for logits, prompt in zip(found, prompts, strict=True):
             torch.testing.assert_close(logits, reference_logits(reference, prompt), rtol=0, atol=2e-3)
 
 
 def test_greedy_ids_equal(model: LlamaForCausalLM, reference: Any) -> None:
-    answers = generate(model, choose_ops("reference"), [STATEMENT, QUESTION], NUM_TOKENS)
+    answers = generate(model, ReferenceOps(), [STATEMENT, QUESTION], NUM_TOKENS)
     for prompt, answer in zip([STATEMENT, QUESTION], answers, strict=True):
         # If each id is the best after those before it, a greedy loop over the reference makes the same ids.
         best = reference_logits(reference, prompt + answer[:-1]).argmax(dim=-1)

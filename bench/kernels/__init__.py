@@ -1,0 +1,1 @@
+"""Kernels against the limits of the device and against torch's own operations."""

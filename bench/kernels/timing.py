@@ -1,0 +1,34 @@
+"""Times on the device, and the device's ceilings."""
+
+from collections.abc import Callable
+
+import torch
+import triton.testing
+from torch import Tensor
+
+
+def samples_ms(work: Callable[[], object], repeats_ms: int) -> list[float]:
+    """Times of single runs after warm-up, by device events; the L2 cache is overwritten before each."""
+    times: list[float] = triton.testing.do_bench(work, warmup=50, rep=repeats_ms, return_mode="all")
+    return times
+
+
+def copy_bandwidth(repeats_ms: int) -> float:
+    """Bytes a second, read and written, of a large copy on the device."""
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    fastest = sorted(samples_ms(lambda: target.copy_(source), repeats_ms))
+    return 2 * source.nbytes / fastest[len(fastest) // 2] * 1e3
+
+
+def matrix_rate(repeats_ms: int) -> float:
+    """Operations a second of a large bfloat16 matrix product of random numbers."""
+    a, b = (torch.randn((8192, 8192), device="cuda").bfloat16() for _ in range(2))
+    times = sorted(samples_ms(lambda: torch.mm(a, b), repeats_ms))
+    return 2 * 8192**3 / times[len(times) // 2] * 1e3
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    """Normal numbers in bfloat16 on the device."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").bfloat16()
