@@ -1,4 +1,4 @@
-"""The engine with the reference backend on a CUDA device: the same ids as on the CPU, in float32."""
+"""The engine on a CUDA device, with either backend: the same ids as on the CPU, in float32."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from omni_async import Engine, EngineOptions, Generation, Request, SamplingParams
 from omni_async.loading.loaded import GenerationDefaults, Loaded
 from omni_async.models.registry import ARCHITECTURES
+from omni_async.options import Backend
 from tests.support.engines import becomes_idle
 from tests.support.tiny import SIZES, make_reference, reference_logits, saved_weights, token_ids
 
@@ -33,7 +34,7 @@ SAMPLINGS = [
 ]
 
 
-def make_engine(config: PretrainedConfig, device: str, folder: Path) -> Engine:
+def make_engine(config: PretrainedConfig, device: str, backend: Backend, folder: Path) -> Engine:
     reference = make_reference(config, seed=3)
     weights = saved_weights(reference, folder)
     architecture = type(reference).__name__
@@ -50,13 +51,15 @@ def make_engine(config: PretrainedConfig, device: str, folder: Path) -> Engine:
             device=torch.device(device),
         )
 
-    return Engine(load, EngineOptions(max_slots=4, num_blocks=128, max_step_tokens=64, max_model_len=256))
+    return Engine(
+        load, EngineOptions(backend=backend, max_slots=4, num_blocks=128, max_step_tokens=64, max_model_len=256)
+    )
 
 
-async def answers(config: PretrainedConfig, device: str, folder: Path) -> list[Generation]:
+async def answers(config: PretrainedConfig, device: str, backend: Backend, folder: Path) -> list[Generation]:
     results: dict[int, Generation] = {}
     requests = [Request(prompt_token_ids=prompt, sampling=sampling) for prompt in PROMPTS for sampling in SAMPLINGS]
-    async with make_engine(config, device, folder) as engine:
+    async with make_engine(config, device, backend, folder) as engine:
 
         async def ask(i: int) -> None:
             results[i] = await engine.generate(requests[i])
@@ -68,18 +71,20 @@ async def answers(config: PretrainedConfig, device: str, folder: Path) -> list[G
     return [results[i] for i in range(len(requests))]
 
 
-async def test_ids_equal_those_of_the_cpu(tmp_path: Path) -> None:
-    on_cpu = await answers(CONFIGS["dense"], "cpu", tmp_path)
-    on_cuda = await answers(CONFIGS["dense"], "cuda", tmp_path)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+async def test_ids_equal_those_of_the_cpu(backend: Backend, tmp_path: Path) -> None:
+    on_cpu = await answers(CONFIGS["dense"], "cpu", "reference", tmp_path)
+    on_cuda = await answers(CONFIGS["dense"], "cuda", backend, tmp_path)
     for ours, theirs in zip(on_cuda, on_cpu, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert len(ours.token_ids) == 24
 
 
-async def test_greedy_ids_of_a_mixture_of_experts_equal_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+async def test_greedy_ids_of_a_mixture_of_experts_equal_transformers(backend: Backend, tmp_path: Path) -> None:
     config = CONFIGS["experts"]
     reference = make_reference(config, seed=3)
-    result = (await answers(config, "cuda", tmp_path))[len(SAMPLINGS) * 4]
+    result = (await answers(config, "cuda", backend, tmp_path))[len(SAMPLINGS) * 4]
     whole = [*PROMPTS[4], *result.token_ids]
     logits = reference_logits(reference, whole)[len(PROMPTS[4]) - 1 : -1]
     best = logits.topk(2).values
