@@ -114,6 +114,6 @@ def run(settings: Settings) -> Report:
         "dtype": "bfloat16",
         "heads": [NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE],
         "block_size": BLOCK_SIZE,
-        "excluded": "launch gaps: single launches timed by device events, L2 overwritten before each",
+        "excluded": "launches: each time is one graph replay by device events, L2 overwritten before it",
     }
     return Report(name="attention", figures=figures, ratios=ratios, conditions=conditions)

@@ -12,8 +12,8 @@ from torch import Tensor
 SPLIT = 512
 """Positions of one split."""
 
-BLOCK_N = 64
-"""Positions of one step of a loop over the context."""
+SPLITS_AT_ONCE = 32
+"""Splits that the combining kernel reads together."""
 
 LOG2_E = 1.4426950408889634
 
@@ -38,30 +38,39 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """The running maximum `m`, sum and weighted values of queries `[M, D]` after the positions `start .. end`.
 
-    Query row i sees the positions up to `last[i]`. Exponents are of base 2: `scale` holds log2(e).
+    Query row i sees the positions up to `last[i]`; without `MASKED` it sees all of them, and their number is a multiple
+    of `BLOCK_N`. Exponents are of base 2: `scale` holds log2(e).
     """
     d = tl.arange(0, BLOCK_D)
     for n in range(start, end, BLOCK_N):
         position = n + tl.arange(0, BLOCK_N)
         inside = position < end
-        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        if MASKED:
+            block = tl.load(table_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        else:
+            block = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
         entry = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_SIZE
-        present = inside[:, None] & (d < HEAD_SIZE)[None, :]
+        present = (d < HEAD_SIZE)[None, :]
+        if MASKED:
+            present = present & inside[:, None]
         k = tl.load(k_ptr + entry[:, None] + d[None, :], mask=present, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        visible = inside[None, :] & (position[None, :] <= last[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
+        if MASKED:
+            scores = tl.where(inside[None, :] & (position[None, :] <= last[:, None]), scores, float("-inf"))
         new_m = tl.maximum(m, tl.max(scores, axis=1))
-        # A row that has seen nothing yet: its maximum is -inf, and -inf - -inf is no number.
-        base = tl.where(new_m == float("-inf"), 0.0, new_m)
+        base = new_m
+        if MASKED:
+            # A row that has seen nothing yet: its maximum is -inf, and -inf - -inf is no number.
+            base = tl.where(new_m == float("-inf"), 0.0, new_m)
         weight = tl.exp2(scores - base[:, None])
         fade = tl.exp2(m - base)
         total = total * fade + tl.sum(weight, axis=1)
         v = tl.load(v_ptr + entry[:, None] + d[None, :], mask=present, other=0.0)
-        acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+        acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         m = new_m
     return m, total, acc
 
@@ -109,26 +118,17 @@ def _long_rows_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    # The positions that all queries of the tile see need no mask.
+    seen_by_all = (context - length + tile * (BLOCK_M // GROUP) + 1) // BLOCK_N * BLOCK_N
     m, total, acc = _attend(
-        q,
-        m,
-        total,
-        acc,
-        0,
-        end,
-        last,
-        tables_ptr + row.to(tl.int64) * table_stride,
-        kv_head,
-        k_ptr,
-        v_ptr,
-        scale,
-        NUM_KV_HEADS,
-        HEAD_SIZE,
-        BLOCK_SIZE,
-        BLOCK_D,
-        BLOCK_N,
-        PRECISION,
-    )
+        q, m, total, acc, 0, seen_by_all, last, table_ptr, kv_head, k_ptr, v_ptr, scale,
+        NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, BLOCK_N, PRECISION, False,
+    )  # fmt: skip
+    m, total, acc = _attend(
+        q, m, total, acc, seen_by_all, end, last, table_ptr, kv_head, k_ptr, v_ptr, scale,
+        NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, BLOCK_N, PRECISION, True,
+    )  # fmt: skip
     tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=present)
 
 
@@ -179,26 +179,17 @@ def _single_rows_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    end = tl.minimum(context, (split + 1) * SPLIT)
+    whole = end // BLOCK_N * BLOCK_N
     m, total, acc = _attend(
-        q,
-        m,
-        total,
-        acc,
-        split * SPLIT,
-        tl.minimum(context, (split + 1) * SPLIT),
-        last,
-        tables_ptr + row.to(tl.int64) * table_stride,
-        kv_head,
-        k_ptr,
-        v_ptr,
-        scale,
-        NUM_KV_HEADS,
-        HEAD_SIZE,
-        BLOCK_SIZE,
-        BLOCK_D,
-        BLOCK_N,
-        PRECISION,
-    )
+        q, m, total, acc, split * SPLIT, whole, last, table_ptr, kv_head, k_ptr, v_ptr, scale,
+        NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, BLOCK_N, PRECISION, False,
+    )  # fmt: skip
+    m, total, acc = _attend(
+        q, m, total, acc, whole, end, last, table_ptr, kv_head, k_ptr, v_ptr, scale,
+        NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, BLOCK_N, PRECISION, True,
+    )  # fmt: skip
     if context <= SPLIT:
         tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=present)
     else:
@@ -221,6 +212,7 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
 ):
     """Join the splits of one query head of a row of one token."""
     row = tl.program_id(1)
@@ -235,13 +227,18 @@ def _combine_kernel(
     m = -float("inf")
     total = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
-    for split in range(tl.cdiv(context, SPLIT)):
-        part_m = tl.load(part_m_ptr + base + split)
-        new_m = tl.maximum(m, part_m)
+    num_splits = tl.cdiv(context, SPLIT)
+    for start in range(0, num_splits, SPLITS_AT_ONCE):
+        split = start + tl.arange(0, SPLITS_AT_ONCE)
+        exists = split < num_splits
+        part_m = tl.load(part_m_ptr + base + split, mask=exists, other=float("-inf"))
+        new_m = tl.maximum(m, tl.max(part_m, axis=0))
         fade, gain = tl.exp2(m - new_m), tl.exp2(part_m - new_m)
-        total = total * fade + tl.load(part_total_ptr + base + split) * gain
-        part = tl.load(part_ptr + (base + split) * HEAD_SIZE + d, mask=inside, other=0.0)
-        acc = acc * fade + part * gain
+        part_total = tl.load(part_total_ptr + base + split, mask=exists, other=0.0)
+        total = total * fade + tl.sum(part_total * gain, axis=0)
+        at = (base + split)[:, None] * HEAD_SIZE + d[None, :]
+        part = tl.load(part_ptr + at, mask=exists[:, None] & inside[None, :], other=0.0)
+        acc = acc * fade + tl.sum(part * gain[:, None], axis=0)
         m = new_m
     at = (first * NUM_HEADS + head) * HEAD_SIZE + d
     tl.store(out_ptr + at, (acc / total).to(out_ptr.dtype.element_ty), mask=inside)
@@ -278,7 +275,7 @@ def paged_attention(
     cache = {
         "NUM_KV_HEADS": num_kv_heads,
         "BLOCK_SIZE": block_size,
-        "BLOCK_N": BLOCK_N if q.element_size() == 2 else BLOCK_N // 2,
+        "BLOCK_N": 32 if q.element_size() == 4 else 128 if head_size <= 128 else 64,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
     exponent_scale = scale * LOG2_E
@@ -287,7 +284,7 @@ def paged_attention(
         tiles = triton.cdiv(max_query_len, block_m // group)
         _long_rows_kernel[(tiles, num_kv_heads, num_rows)](
             q, out, k_cache, v_cache, query_starts, context_lens, block_tables, block_tables.stride(0),
-            exponent_scale, BLOCK_M=block_m, num_warps=8 if block_m >= 128 else 4, num_stages=2, **sizes, **cache,
+            exponent_scale, BLOCK_M=block_m, num_warps=8, num_stages=2, **sizes, **cache,
         )  # fmt: skip
     if num_tokens < num_rows * max_query_len or max_query_len == 1:
         num_splits = triton.next_power_of_2(triton.cdiv(max_context_len, SPLIT))
@@ -303,6 +300,15 @@ def paged_attention(
         )  # fmt: skip
         if num_splits > 1:
             _combine_kernel[(num_heads, num_rows)](
-                out, part, part_m, part_total, query_starts, context_lens, num_warps=1, **sizes, **splits
+                out,
+                part,
+                part_m,
+                part_total,
+                query_starts,
+                context_lens,
+                SPLITS_AT_ONCE=SPLITS_AT_ONCE,
+                num_warps=4,
+                **sizes,
+                **splits,
             )
     return out
