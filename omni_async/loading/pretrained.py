@@ -101,7 +101,8 @@ def _find(path: str | Path) -> Path:
             f"{path}: there is no such file or folder, and it cannot be a name on the hub: {error}"
         ) from error
     except OSError as error:
-        raise LoadError(f"{path}: there is no such file or folder, and it is not on the hub: {error}") from error
+        reason = " ".join(str(error).split())
+        raise LoadError(f"{path}: there is no such file or folder, and the hub did not give it: {reason}") from error
 
 
 def _open(path: Path) -> Checkpoint:

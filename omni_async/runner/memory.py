@@ -57,7 +57,10 @@ def plan_cache(spec: ModelSpec, options: EngineOptions, dtype: torch.dtype, free
             f"({per_block / 2**10:.0f} KiB each) hold {capacity}"
         )
     if capacity < 2:
-        raise OptionError(f"the cache holds {capacity} tokens; a block of {size} needs {per_block / 2**10:.0f} KiB")
+        raise OptionError(
+            f"num_blocks or cache_memory is too small: {num_blocks} blocks hold {capacity} tokens, "
+            f"and one of {size} tokens needs {per_block / 2**10:.0f} KiB"
+        )
     return CachePlan(num_blocks, min(wanted_len, capacity))
 
 
