@@ -1,6 +1,8 @@
 """SmolLM2-135M, real weights, against `transformers`' reading of the same GGUF file."""
 
 import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ from omni_async.loading.gguf.config import make_config
 from omni_async.loading.gguf.file import read_gguf
 from omni_async.loading.gguf.weights import make_weights
 from omni_async.models.llama import LlamaForCausalLM
-from tests.support.forward import Forward, chunked, generate, staggered, whole
+from tests.support.forward import Forward, Rows, chunked, generate, staggered, whole
 from tests.support.tiny import reference_logits
 
 # "The capital of France is", and a chat turn that asks for a story about a lighthouse.
 STATEMENT = [504, 3575, 282, 4649, 314]
 QUESTION = [1, 4093, 198, 19161, 253, 1919, 2655, 563, 253, 2119, 8080, 30, 2, 198, 1, 520, 9531, 198]
 NUM_TOKENS = 64
+TEXT = QUESTION + STATEMENT * 25
+PROMPTS = [TEXT[:length] for length in (1, 15, 16, 17, 129)]
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +61,13 @@ def reference(path: Path) -> Any:
     return reference
 
 
-def test_logits_equal(model: LlamaForCausalLM, reference: Any) -> None:
-    prompts = [STATEMENT, QUESTION]
-    lengths = [len(prompt) for prompt in prompts]
-    for steps in (whole(lengths), chunked(lengths, 4), staggered(lengths, 3)):
-        found = Forward(model, ReferenceOps(), prompts).run(steps)
-        for logits, prompt in zip(found, prompts, strict=True):
-            torch.testing.assert_close(logits, reference_logits(reference, prompt), rtol=0, atol=2e-3)
+@pytest.mark.parametrize("cut", [whole, partial(chunked, size=16), partial(staggered, size=24)])
+def test_logits_equal(model: LlamaForCausalLM, reference: Any, cut: Callable[[Sequence[int]], list[Rows]]) -> None:
+    """Logits reach 44, and float32 itself is 1e-4 off: each of the two is about that far from the result in float64."""
+    steps = cut([len(prompt) for prompt in PROMPTS])
+    found = Forward(model, ReferenceOps(), PROMPTS).run(steps)
+    for logits, prompt in zip(found, PROMPTS, strict=True):
+        torch.testing.assert_close(logits, reference_logits(reference, prompt), rtol=0, atol=2e-4)
 
 
 def test_greedy_ids_equal(model: LlamaForCausalLM, reference: Any) -> None:
