@@ -107,7 +107,7 @@ def test_the_scheduler_works_without_torch() -> None:
         ("omni_async/scheduler", ("torch", "asyncio", "threading", "omni_async.stage", "omni_async.runner")),
         (
             "omni_async/models",
-            ("stage", "api", "stream", "mailbox", "scheduler", "runner", "host", "intake", "loading"),
+            ("stage", "api", "stream", "mailbox", "live", "scheduler", "runner", "host", "intake", "loading"),
         ),
         ("omni_async/backend", ("stage", "api", "stream", "mailbox", "scheduler", "runner", "models", "loading")),
         ("omni_async/runner", ("stage", "api", "stream", "mailbox", "intake", "loading", "models.registry")),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def _has_onednn_product() -> bool:
-    """Whether this torch has oneDNN, and the operator by the name that it has had since 2.0."""
+    """Whether this torch has oneDNN, and the operator by the name used below, which is not a public one."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     try:
