@@ -18,14 +18,17 @@ def _has_onednn_product() -> bool:
 
 ONEDNN = _has_onednn_product()
 
+FEW_ROWS = 8
+"""Up to here oneDNN's product is used: it gains most, and rounding like `transformers` matters for longer prompts."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `Ops.linear`."""
-    if x.dtype is torch.float32 and x.device.type == "cpu" and ONEDNN:
+    if len(x) <= FEW_ROWS and x.dtype is torch.float32 and x.device.type == "cpu" and ONEDNN:
         # F.linear gives float32 to BLAS, whose products of few rows run far below memory speed; oneDNN's do not.
         # All matrices of a model of 135 M parameters (30 layers, hidden size 576) on two cores of an AMD EPYC:
-        # 1 row 27 ms against 45, 8 rows 36 against 59, 512 rows 0.53 s against 0.63. For the other types F.linear
-        # uses oneDNN itself. TorchInductor compiles linear layers to this operator; torch has no public name for it.
+        # 1 row 27 ms against 45, 8 rows 36 against 59. For the other types F.linear uses oneDNN itself.
+        # TorchInductor compiles linear layers to this operator; torch has no public name for it.
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
     return F.linear(x, weight, bias)
