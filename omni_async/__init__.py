@@ -2,6 +2,7 @@
 
 from omni_async.api import Engine
 from omni_async.errors import (
+    CaptureError,
     CheckpointError,
     DeadlineExceeded,
     DuplicateRequest,
@@ -37,6 +38,7 @@ from omni_async.types import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "CaptureError",
     "CheckpointError",
     "Completion",
     "DeadlineExceeded",

@@ -18,6 +18,7 @@ from omni_async.host import Host
 from omni_async.live import LiveRequests, StageDesk
 from omni_async.mailbox import Mailbox
 from omni_async.options import EngineOptions, OptionFields
+from omni_async.sampling.params import count_logprobs
 from omni_async.stage import Stage, StageStats
 from omni_async.stream import EventStream, TextIterator
 from omni_async.types import (
@@ -84,7 +85,13 @@ class Engine:
             # Here, not above: `import omni_async` must not import torch and transformers.
             from omni_async.loading.pretrained import load_pretrained
 
-            return load_pretrained(path, dtype=options.dtype, device=options.device, progress=options.progress)
+            return load_pretrained(
+                path,
+                dtype=options.dtype,
+                device=options.device,
+                load_format=options.load_format,
+                progress=options.progress,
+            )
 
         return cls(load, EngineOptions(**options))
 
@@ -188,8 +195,8 @@ class Engine:
             StageDesk(stage, self._live),
             mailbox,
             intake.tokenizer.vocabulary.token_bytes if intake.tokenizer is not None else _no_bytes,
-            intake.count_logprobs(params.logprobs),
-            intake.count_logprobs(params.prompt_logprobs),
+            count_logprobs(params.logprobs, intake.vocab_size),
+            count_logprobs(params.prompt_logprobs, intake.vocab_size),
         )
 
     def text(self, request: Request) -> TextIterator:

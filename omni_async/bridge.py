@@ -2,10 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import NamedTuple, Protocol
-
-import anyio
 
 from omni_async.errors import EngineStateError
 
@@ -19,12 +18,14 @@ class Post(Protocol):
 
 
 class Waiter(NamedTuple):
-    """A task that waits on some event loop."""
+    """A task that waits on some event loop, for a future or an event of that loop's own kind: the quickest way."""
 
     loop: object
     """The loop's identity."""
     post: Post
-    event: anyio.Event
+    set: Callable[[], None]
+    """Ends the waiting; on the loop."""
+    wait: Callable[[], Awaitable[None]]
 
     @classmethod
     def here(cls) -> "Waiter":
@@ -37,7 +38,8 @@ class Waiter(NamedTuple):
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return cls._on_trio()
-        return cls(loop, loop.call_soon_threadsafe, anyio.Event())
+        future: asyncio.Future[None] = loop.create_future()
+        return cls(loop, loop.call_soon_threadsafe, partial(_resolve, future), partial(_pass, future))
 
     @classmethod
     def _on_trio(cls) -> "Waiter":
@@ -49,27 +51,33 @@ class Waiter(NamedTuple):
             token = trio.lowlevel.current_trio_token()
         except RuntimeError:
             raise EngineStateError("no running event loop: call this from a coroutine") from None
-        return cls(token, token.run_sync_soon, anyio.Event())
+        event = trio.Event()
+        return cls(token, token.run_sync_soon, event.set, event.wait)
 
 
-def _set_all(events: list[anyio.Event]) -> None:
-    for event in events:
-        event.set()
+def _resolve(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _pass(future: "asyncio.Future[None]") -> "asyncio.Future[None]":
+    return future
+
+
+def _set_all(waiters: list[Waiter]) -> None:
+    for waiter in waiters:
+        waiter.set()
 
 
 def wake(waiters: Iterable[Waiter]) -> set[object]:
     """Wake waiting tasks with one hand-over per event loop; returns the loops that are gone."""
-    by_loop: dict[object, tuple[Post, list[anyio.Event]]] = {}
+    by_loop: dict[object, list[Waiter]] = {}
     for waiter in waiters:
-        entry = by_loop.get(waiter.loop)
-        if entry is None:
-            by_loop[waiter.loop] = (waiter.post, [waiter.event])
-        else:
-            entry[1].append(waiter.event)
+        by_loop.setdefault(waiter.loop, []).append(waiter)
     gone: set[object] = set()
-    for loop, (post, events) in by_loop.items():
+    for loop, together in by_loop.items():
         try:
-            post(_set_all, events)
+            together[0].post(_set_all, together)
         except RuntimeError:  # "Event loop is closed"; trio.RunFinishedError is a RuntimeError too
             gone.add(loop)
     return gone
@@ -97,4 +105,4 @@ class Latch:
             if self._is_set:
                 return
             self._waiters.append(waiter)
-        await waiter.event.wait()
+        await waiter.wait()

@@ -5,6 +5,7 @@ OmniError
 |   |-- PromptTooLong                more prompt tokens than the model or its cache can hold
 |   `-- DuplicateRequest             a live request already has this id
 |-- OptionError (ValueError)         an engine option is illegal or does not fit the machine
+|-- CaptureError                     a step cannot be captured as a CUDA graph; names its shape
 |-- LoadError                        a checkpoint cannot be loaded; names the file and the tensor
 |   |-- CheckpointError              missing, truncated, corrupt, unexpected or misshapen data
 |   `-- UnsupportedModel             an architecture, quantisation or file kind that is not built in
@@ -41,6 +42,10 @@ class DuplicateRequest(RequestError):
 
 class OptionError(OmniError, ValueError):
     """An engine option that is illegal or that this machine cannot satisfy."""
+
+
+class CaptureError(OmniError):
+    """A step that cannot be captured as a CUDA graph when an engine starts."""
 
 
 class LoadError(OmniError):

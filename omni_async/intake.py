@@ -11,7 +11,7 @@ import numpy as np
 from omni_async.errors import PromptTooLong, RequestError
 from omni_async.loading.loaded import GenerationDefaults, TextTokenizer
 from omni_async.mailbox import Mailbox
-from omni_async.sampling.params import check, needs, resolve
+from omni_async.sampling.params import check, count_logprobs, needs, resolve
 from omni_async.scheduler.prefix import block_digests
 from omni_async.scheduler.sequence import Sequence, StopRule
 from omni_async.stage import ActiveRequest
@@ -85,9 +85,9 @@ class Intake:
                     outlet=outlet,
                     params=row,
                     needs=needs(row),
-                    num_logprobs=self.count_logprobs(params.logprobs),
+                    num_logprobs=row.num_logprobs,
                     # The prompt is the same for all answers: score it once.
-                    num_prompt_logprobs=self.count_logprobs(params.prompt_logprobs) if not sequences else -1,
+                    num_prompt_logprobs=-1 if sequences else count_logprobs(params.prompt_logprobs, self.vocab_size),
                     block_hashes=digests,
                     text=self._text_stream(params),
                     leader=sequences[0] if sequences and self.prefix_caching else None,
@@ -113,12 +113,6 @@ class Intake:
                     f"{name}[{position}] is {token!r}; the model's vocabulary holds 0 to {self.vocab_size - 1}"
                 )
         return array("i", ids)
-
-    def count_logprobs(self, wanted: int | None) -> int:
-        """How many of the best tokens' log-probabilities are wanted: 0 for the drawn one's alone, -1 for none."""
-        if wanted is None:
-            return -1
-        return self.vocab_size if wanted == -1 else wanted
 
     def _stop_rule(self, params: SamplingParams, prompt_len: int) -> StopRule:
         budget = self.max_model_len if params.max_tokens is None else prompt_len + params.max_tokens

@@ -99,6 +99,6 @@ class Mailbox:
         waiter = self.waiter = Waiter.here()
         try:
             if not self.pieces and not self.ended:
-                await waiter.event.wait()
+                await waiter.wait()
         finally:
             self.waiter = None

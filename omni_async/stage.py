@@ -178,6 +178,8 @@ class Stage:
             if plan is not None:
                 self._stamp_admissions(plan)
                 flying.append(self._runner.launch(plan))
+            # Only now: readers on other threads take the interpreter lock, for which the launch would have to wait.
+            self._hand_over()
             if not flying:
                 await self._sleep()
             elif plan is None or len(flying) > self._depth:
@@ -222,7 +224,6 @@ class Stage:
             active = self._active.get(mailbox)
             if active is not None and mailbox.outcome is not None:
                 self._end(active, mailbox.outcome)
-        self._hand_over()
 
     def _expire(self, request: ActiveRequest) -> None:
         limit = f"the deadline of {request.deadline_s:g} s passed"
@@ -240,7 +241,7 @@ class Stage:
     # -- results -------------------------------------------------------------------------------------------------
 
     def _publish(self, updates: list[Update]) -> None:
-        """Put what a step brought into the mailboxes and wake their readers. Never waits."""
+        """Put what a step brought into the mailboxes; their readers are woken later. Never waits."""
         for update in updates:
             sequence = update.sequence
             outlet = cast("Outlet", sequence.outlet)
@@ -263,7 +264,6 @@ class Stage:
             waiter = mailbox.waiter
             if waiter is not None:
                 self._woken.append(waiter)
-        self._hand_over()
 
     def _finish(self, request: ActiveRequest, index: int, reason: FinishReason, stop_reason: int | str | None) -> None:
         """One answer is complete."""

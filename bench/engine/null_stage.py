@@ -20,8 +20,9 @@ from tokenizers import Tokenizer, decoders, models
 from omni_async.bridge import Waiter
 from omni_async.errors import EngineClosed
 from omni_async.mailbox import Mailbox
+from omni_async.runner.device_state import DeviceState
 from omni_async.runner.lane import ThreadLane
-from omni_async.runner.runner import HostRows
+from omni_async.runner.step_shape import StepShape
 from omni_async.scheduler.plan import StepOutput, StepPlan, Update
 from omni_async.scheduler.prefix import block_digests
 from omni_async.scheduler.scheduler import Limits, Scheduler
@@ -96,7 +97,9 @@ class NullRunner:
     def launch(self, plan: StepPlan) -> Awaitable[StepOutput]:
         """Prepare the rows as the real runner does, and have the answer ready."""
         began = perf_counter()
-        HostRows.of(plan.rows)
+        count = sum([row.samples for row in plan.rows])
+        StepShape(plan.num_tokens, len(plan.rows), count, single=plan.num_tokens == len(plan.rows)).pack(plan.rows)
+        DeviceState.pack(plan.admissions, plan.new_blocks)
         prepared = perf_counter()
         clock = self._clock
         clock.prepare.append(prepared - began)
@@ -106,10 +109,9 @@ class NullRunner:
         if self.steps_left == 0:
             self.on_last()
         self._read_all()
-        count = sum(row.samples for row in plan.rows)
         output = StepOutput(plan, self._draw.choices(range(VOCAB_SIZE), k=count), [True] * count)
         if self._lane is not None:
-            future = self._lane.run(lambda: output)
+            future = self._lane.run(lambda: lambda: output)
         else:
             future = self._loop.create_future()
             future.set_result(output)
@@ -120,6 +122,10 @@ class NullRunner:
         for mailbox in self._mailboxes:
             mailbox.pieces.clear()
             mailbox.outlets[0].taken = mailbox.outlets[0].produced
+
+
+def _nothing() -> None:
+    """Nobody waits."""
 
 
 def _post(callback: Callable[..., object], /, *arguments: object) -> None:
@@ -156,7 +162,8 @@ async def run_steps(clock: Clock, load: Load) -> None:
     stage = Stage(TimedScheduler(limits, clock), runner, output="text", pipelined=True, on_end=lambda mailbox: None)
     for number in range(load.num_rows):
         mailbox = Mailbox(f"r{number}", number, perf_counter(), 1, 1024)
-        mailbox.waiter = Waiter("a loop", _post, anyio.Event())  # every reader waits: the most work for `publish`
+        # Every reader waits: the most work for `publish`.
+        mailbox.waiter = Waiter("a loop", _post, _nothing, anyio.lowlevel.checkpoint)
         # Lengths differ, so that the rows do not all need a new block in the same step.
         prompt = array("i", draw.choices(range(VOCAB_SIZE), k=PROMPT_LEN + number % BLOCK_SIZE))
         sequence = Sequence(

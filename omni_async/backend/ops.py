@@ -5,10 +5,13 @@ Letters: `T` tokens of a step, `R` rows of a step, `S` sampled rows, `V` vocabul
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from omni_async.sampling.params import SamplingNeeds
 
 LayerCache = tuple[Tensor, Tensor]
 """Keys and values of one layer, each `[N, B, Hk, D]` in the run dtype. Block 0 is never owned and stays zero."""
@@ -16,97 +19,119 @@ LayerCache = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of one step as the host planned them, on the device."""
+    """The rows of one step as the host planned them, on the device. Padding: slot -1 and no tokens; sampled row -1."""
 
     slots: Tensor
-    """`[R] int64`: the state slot of each row."""
+    """`[R] int32`: the state slot of each row."""
     starts: Tensor
-    """`[R] int64`: the absolute position of the row's first token."""
-    lengths: Tensor
-    """`[R] int64`: tokens of the row in this step, >= 1."""
+    """`[R] int32`: the absolute position of the row's first token."""
+    query_starts: Tensor
+    """`[R + 1] int32`: row r owns the step's tokens `query_starts[r]:query_starts[r + 1]`."""
+    new_places: Tensor
+    """`[R] int32`: where in its block table the row gains a block, -1: nowhere."""
+    new_blocks: Tensor
+    """`[R] int32`: that block."""
+    sampled: Tensor
+    """`[S] int32`: the rows that draw a token."""
     num_tokens: int
-    """Sum of the lengths, `T`."""
-    max_length: int
-    max_context: int
-    """Largest start + length."""
+    """`T`; those from `query_starts[R]` on are padding."""
+    single: bool
+    """No row has more than one token."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Where each row's queries lie in the step and where its context lies in the cache."""
 
+    slots: Tensor
+    """`[R] int64`: each row's line in `block_tables`; -1 is padding, a row without tokens."""
     query_starts: Tensor
     """`[R + 1] int64`: row r owns tokens `query_starts[r]:query_starts[r + 1]`."""
     context_lens: Tensor
     """`[R] int64`: keys visible to the row's last token, this step's included."""
     block_tables: Tensor
-    """`[R, max_blocks] int64`: cache block of each `B` positions; entries past the context are undefined."""
+    """`[slots, max_blocks] int32`: cache block of each `B` positions; entries past a row's context hold anything."""
     slot_mapping: Tensor
     """`[T] int64`: `block * B + offset` at which a token's key and value are written; -1 writes nothing."""
-    max_query_len: int
-    max_context_len: int
+    single: bool
+    """No row has more than one token."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What a step's forward pass reads, made on the device from device-resident state."""
+    """What a step reads, made on the device from device-resident state."""
 
     token_ids: Tensor
-    """`[T] int64`."""
+    """`[T] int64`; 0 for padding."""
     positions: Tensor
-    """`[T] int64`: absolute."""
+    """`[T] int64`: absolute; 0 for padding."""
     attention: AttentionBatch
+    sampled_tokens: Tensor
+    """`[S] int64`: the place in the step of each sampled row's last token; 0 for padding."""
+    sampled_slots: Tensor
+    """`[S] int64`; -1 for padding."""
+    sampled_lengths: Tensor
+    """`[S] int64`: tokens before the one to be drawn; 0 for padding."""
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """The sampling parameters of the `S` rows to be sampled, gathered from the slots' tables.
+class SamplingTables:
+    """The sampling parameters of all slots."""
 
-    The `has_*` fields and `num_logprobs` are known on the host, so that unneeded work is never launched.
-    """
-
-    tokens: Tensor
-    """`[slots, max_len] int32`: the token pool; row `slots[s]` holds prompt and answer in order."""
-    slots: Tensor
-    """`[S] int64`."""
-    prompt_lens: Tensor
-    """`[S] int64`."""
-    lengths: Tensor
-    """`[S] int64`: tokens before the one to be drawn; the output index is `lengths - prompt_lens`."""
     temperature: Tensor
-    """`[S] f32`; below 1e-5: greedy."""
-    top_k: Tensor
-    """`[S] int64`; `V` or more: off."""
+    """`[slots] f32`; below 1e-5: greedy."""
     top_p: Tensor
     min_p: Tensor
     repetition_penalty: Tensor
     presence_penalty: Tensor
     frequency_penalty: Tensor
-    """`[S] f32` each."""
-    seed: Tensor
-    """`[S] int64`: the 64 bits of the seed."""
+    """`[slots] f32` each."""
+    top_k: Tensor
+    """`[slots] int32`; `V` or more: off."""
+    seed_low: Tensor
+    seed_high: Tensor
+    """`[slots] int32` each: the two halves of the seed."""
     choice: Tensor
-    """`[S] int64`: which of a request's answers."""
+    """`[slots] int32`: which of a request's answers."""
+    prompt_lens: Tensor
+    """`[slots] int32`: the output index is the number of known tokens less this."""
+    num_bias: Tensor
+    """`[slots] int32`: valid entries of the three lists below."""
+    restricted: Tensor
+    """`[slots] int32`: 1 if `allowed` holds for the slot."""
+    num_logprobs: Tensor
+    """`[slots] int32`: -1: none; 0: the drawn token's; n: those of the best n tokens too."""
     bias_ids: Tensor
-    """`[S, E] int64`: tokens whose logits are changed; -1 ends the list."""
-    bias_values: Tensor
-    """`[S, E] f32`: added; -inf forbids."""
+    """`[slots, E] int32`: tokens whose logits are changed; an id may occur again."""
     bias_until: Tensor
-    """`[S, E] int64`: the entry holds while the output index is below this."""
+    """`[slots, E] int32`: the entry holds while the output index is below this."""
+    bias_values: Tensor
+    """`[slots, E] f32`: added; -inf forbids."""
     allowed: Tensor
-    """`[S, V] bool`, or `[S, 0]` when no row restricts its tokens."""
-    has_penalties: bool
-    has_bias: bool
-    has_filters: bool
-    """Some random row uses top-k, top-p or min-p."""
-    has_random: bool
-    """Some row is not greedy."""
+    """`[slots, ceil(V / 32)] int32`: bit `t % 32` of word `t // 32` is set where token t may be drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The `S` rows of a step that draw a token.
+
+    `needs` and `num_logprobs` are known on the host, for backends that choose there what to launch; a backend may also
+    look at each row's parameters on the device.
+    """
+
+    tables: SamplingTables
+    tokens: Tensor
+    """`[slots, max_len] int32`: the token pool; line `slots[s]` holds prompt and answer in order."""
+    slots: Tensor
+    """`[S] int64`; -1 is padding."""
+    lengths: Tensor
+    """`[S] int64`: tokens before the one to be drawn."""
+    needs: SamplingNeeds
+    """What some row makes use of."""
     num_logprobs: int
     """-1: nobody asked; else the largest count asked for (0: of the drawn token alone)."""
     stage: int = 0
     """The stage's number, part of the random counter."""
-    max_length: int = 0
-    """Largest of `lengths`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +182,17 @@ class HeadNorm:
 class Ops(Protocol):
     """One backend. Inputs are never changed, except the cache and the token pool where a method says so."""
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a step makes no host decision that depends on device data, so that a CUDA graph can hold it."""
+        ...
+
+    def compiling(self) -> AbstractContextManager[object]:
+        """In this context operations need not compute: their kernels get ready, and results are undefined."""
+        ...
+
     def prepare(self, rows: StepRows, tokens: Tensor, block_tables: Tensor, block_size: int) -> StepInputs:
-        """Gather a step's token ids, positions and cache slots.
+        """Gather a step's token ids, positions and cache slots; first enter the rows' new blocks into `block_tables`.
 
         `tokens [slots, max_len] int32` and `block_tables [slots, max_blocks] int32` are the device-resident tables.
         """
@@ -178,6 +212,23 @@ class Ops(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """`(norm(x + residual), x + residual)`, each `[T, H]`."""
+        ...
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        gated: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """`(linear(norm(x + residual)), x + residual)`: `[T, H]`, `[O, H]` -> `[T, O]`, `[T, H]`.
+
+        Without a residual the sum is `x` itself. `gated`: the product goes through `silu_and_mul`, so `[T, O / 2]`.
+        """
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -218,6 +269,13 @@ class Ops(Protocol):
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
         """Draw one token for each row of `[S, V]` raw logits, as `SamplingParams` describes it."""
+        ...
+
+    def append(self, drawn: Sampled, batch: SamplingBatch) -> Tensor:
+        """Write the drawn tokens to the token pool, each behind the tokens of its row.
+
+        Returns `[S] int32` for the host: the ids, -1 where the draw was not finite (there 0 is written).
+        """
         ...
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:

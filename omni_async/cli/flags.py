@@ -33,6 +33,12 @@ def add_command(commands: Commands, name: str, about: str, more: str) -> argpars
     )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (%(default)s)")
     group.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's own")
+    group.add_argument(
+        "--load-format",
+        choices=("auto", "random"),
+        default="auto",
+        help="random: made-up weights for a folder's config.json, to measure with (%(default)s)",
+    )
     group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
     group.add_argument("--max-slots", type=int, metavar="N", default=32, help="answers under way at once (%(default)s)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch decides)")
@@ -49,9 +55,9 @@ def make_engine(options: argparse.Namespace, **more: int) -> Engine:
     fields: OptionFields = {
         "device": options.device,
         "dtype": options.dtype,
+        "load_format": options.load_format,
         "max_model_len": options.max_model_len,
         "max_slots": options.max_slots,
-        "max_step_tokens": max(512, options.max_slots),
         "threads": options.threads,
     }
     model = options.model if options.model is not None else find_default_model()

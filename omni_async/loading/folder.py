@@ -10,22 +10,22 @@ from transformers import AutoConfig, PretrainedConfig
 from omni_async.errors import CheckpointError, UnsupportedModel
 from omni_async.loading.checkpoint import Checkpoint, read_json_object
 from omni_async.loading.generation import read_defaults
-from omni_async.loading.safetensors import find_safetensors
+from omni_async.loading.safetensors import SafetensorsFiles, find_safetensors
 from omni_async.loading.tokenizer import read_tokenizer
 from omni_async.models.registry import ARCHITECTURES
 
 CONFIG = "config.json"
 
 
-def open_folder(folder: Path) -> Checkpoint:
-    """Read all of a Hugging Face folder but its weights.
+def open_folder(folder: Path, *, with_weights: bool = True) -> Checkpoint:
+    """Read all of a Hugging Face folder but its weights; `with_weights` says whether it must hold any.
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt.
         UnsupportedModel: the checkpoint asks for something that is not built in.
     """
     config = _read_config(folder)
-    files = find_safetensors(folder)
+    files = find_safetensors(folder) if with_weights else SafetensorsFiles({})
     tokenizer = read_tokenizer(folder)
     eos = config.eos_token_id
     if eos is None and tokenizer is not None:

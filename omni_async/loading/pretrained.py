@@ -1,5 +1,6 @@
 """The one door: from a path or a name to a model that is ready to run."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -7,11 +8,13 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from omni_async.errors import CheckpointError, LoadError, OptionError
-from omni_async.loading.checkpoint import Checkpoint
+from omni_async.loading.checkpoint import Checkpoint, StoredWeight
 from omni_async.loading.folder import CONFIG, open_folder
 from omni_async.loading.gguf.checkpoint import open_gguf
 from omni_async.loading.loaded import Loaded
+from omni_async.loading.random import RandomWeights
 from omni_async.models.registry import ARCHITECTURES
+from omni_async.options import LoadFormat
 from omni_async.progress import track_bytes
 
 DTYPES = {
@@ -24,16 +27,23 @@ DTYPES = {
     "bf16": torch.bfloat16,
 }
 GGUF_SUFFIX = ".gguf"
-HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors", "*.model", "merges.txt")
-"""The files of a repository that loading reads."""
+WEIGHT_PATTERN = "*.safetensors"
+HUB_PATTERNS = ("*.json", "*.jinja", "*.model", "merges.txt")
+"""The files of a repository that loading reads beside its weights."""
 
 
 def load_pretrained(
-    path: str | Path, *, dtype: str | None = None, device: str = "auto", progress: bool = True
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    device: str = "auto",
+    load_format: LoadFormat = "auto",
+    progress: bool = True,
 ) -> Loaded:
     """Load a Hugging Face folder or a GGUF file; a string that is no local path is a name on the hub.
 
-    `dtype=None` is the checkpoint's own; for quantised weights float32 on the CPU and bfloat16 elsewhere.
+    `dtype=None` is the checkpoint's own; for quantised weights, and for random ones whose config names none, float32 on
+    the CPU and bfloat16 elsewhere. With `load_format="random"` a folder's weights are neither read nor needed.
 
     Raises:
         OptionError: the dtype or the device is unknown, or the machine has no such device.
@@ -44,7 +54,8 @@ def load_pretrained(
     chosen_device = _choose_device(device)
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    checkpoint = _open(_find(path))
+    random = load_format == "random"
+    checkpoint = _open(_find(path, with_weights=not random), with_weights=not random)
     quantised = torch.float32 if chosen_device.type == "cpu" else torch.bfloat16
     run_dtype = DTYPES[dtype] if dtype is not None else checkpoint.dtype or quantised
     if run_dtype not in DTYPES.values():
@@ -52,14 +63,16 @@ def load_pretrained(
             f"the checkpoint's dtype is {run_dtype}, which is not built in: choose one of {', '.join(DTYPES)}"
         )
     model = ARCHITECTURES[checkpoint.architecture](checkpoint.config, dtype=run_dtype, device=chosen_device)
-    weights = track_bytes(
-        checkpoint.weights(),
-        lambda weight: weight.num_bytes,
-        total=checkpoint.num_bytes,
-        label="loading weights",
-        enabled=progress,
+    weights: Iterable[StoredWeight]
+    if random:
+        drawn = RandomWeights(model, chosen_device)
+        weights, num_bytes = drawn, drawn.num_bytes
+    else:
+        weights, num_bytes = checkpoint.weights(), checkpoint.num_bytes
+    tracked = track_bytes(
+        weights, lambda weight: weight.num_bytes, total=num_bytes, label="loading weights", enabled=progress
     )
-    model.load(weights)
+    model.load(tracked)
     return Loaded(
         model=model,
         tokenizer=checkpoint.tokenizer,
@@ -84,7 +97,7 @@ def _choose_device(name: str) -> torch.device:
     return device
 
 
-def _find(path: str | Path) -> Path:
+def _find(path: str | Path, *, with_weights: bool) -> Path:
     """The local file or folder; a name on the hub is downloaded, or found in its cache."""
     try:
         local = Path(path).expanduser()
@@ -94,8 +107,9 @@ def _find(path: str | Path) -> Path:
         raise LoadError(f"{path}: cannot be looked up: {error}") from error
     if isinstance(path, Path) or path.startswith((".", "/", "~")) or path.endswith(GGUF_SUFFIX):
         raise LoadError(f"{path}: there is no such file or folder")
+    patterns = [*HUB_PATTERNS, WEIGHT_PATTERN] if with_weights else [*HUB_PATTERNS]
     try:
-        return Path(snapshot_download(path, allow_patterns=list(HUB_PATTERNS)))
+        return Path(snapshot_download(path, allow_patterns=patterns))
     except HFValidationError as error:
         raise LoadError(
             f"{path}: there is no such file or folder, and it cannot be a name on the hub: {error}"
@@ -105,7 +119,11 @@ def _find(path: str | Path) -> Path:
         raise LoadError(f"{path}: there is no such file or folder, and the hub did not give it: {reason}") from error
 
 
-def _open(path: Path) -> Checkpoint:
+def _open(path: Path, *, with_weights: bool) -> Checkpoint:
+    if not with_weights:
+        if not (path / CONFIG).is_file():
+            raise CheckpointError(f"{path}: random weights need a folder that holds a {CONFIG}")
+        return open_folder(path, with_weights=False)
     if path.is_file():
         if path.suffix != GGUF_SUFFIX:
             raise CheckpointError(f"{path}: neither a folder nor a {GGUF_SUFFIX} file")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from omni_async.backend.ops import LayerCache
@@ -16,7 +17,8 @@ class DeviceState:
     """Tokens and block tables by slot, and the key/value cache by block.
 
     Steps read their inputs from here and write the tokens that they draw back, so a step can start before the
-    host knows what the last one drew. Only work on the stage's lane touches it.
+    host knows what the last one drew. Writing is in two parts: `pack` makes the arrays on the host, `apply` writes
+    them once they are on the device. Only work on the stage's lane touches the tables.
     """
 
     def __init__(
@@ -40,18 +42,28 @@ class DeviceState:
             (zeros(shape, dtype, device), zeros(shape, dtype, device)) for _ in range(cache.num_layers)
         ]
 
-    def admit(self, admissions: Sequence[Admission]) -> None:
-        """Write the known tokens of newcomers to their slots."""
-        for admission in admissions:
-            tokens = torch.from_numpy(np.asarray(admission.tokens, dtype=np.int32))
-            self.tokens[admission.slot, : len(tokens)] = tokens.to(self.device)
+    @staticmethod
+    def pack(admissions: Sequence[Admission], gained: Sequence[NewBlocks]) -> list[NDArray[np.int32]]:
+        """The known tokens of newcomers and blocks that slots gained: `[3, n]` each: slots, places, values."""
+        tokens = [(a.slot, 0, a.tokens) for a in admissions]
+        return [_entries(tokens), _entries(gained)]
 
-    def extend(self, gained: Sequence[NewBlocks]) -> None:
-        """Enter new blocks into the block tables."""
-        for slot, first, blocks in gained:
-            ids = torch.tensor(blocks, dtype=torch.int32)
-            self.block_tables[slot, first : first + len(blocks)] = ids.to(self.device)
+    def apply(self, tokens: Tensor, blocks: Tensor) -> None:
+        """Write what `pack` made."""
+        for table, entries in ((self.tokens, tokens), (self.block_tables, blocks)):
+            if entries.shape[1]:
+                slots, places, values = entries
+                table[slots.long(), places.long()] = values
 
-    def write_drawn(self, slots: Tensor, lengths: Tensor, token_ids: Tensor) -> None:
-        """Append drawn tokens `[S]` to the rows `slots` that hold `lengths` tokens."""
-        self.tokens[slots, lengths] = token_ids.to(torch.int32)
+
+def _entries(parts: Sequence[tuple[int, int, Sequence[int]]]) -> NDArray[np.int32]:
+    """Table entries from `(slot, first place, values)`."""
+    counts = [len(values) for _, _, values in parts]
+    entries = np.empty((3, sum(counts)), np.int32)
+    at = 0
+    for (slot, first, values), count in zip(parts, counts, strict=True):
+        entries[0, at : at + count] = slot
+        entries[1, at : at + count] = np.arange(first, first + count)
+        entries[2, at : at + count] = values
+        at += count
+    return entries

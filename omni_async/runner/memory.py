@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +29,12 @@ def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     return 2 * cache.num_layers * block_size * cache.num_kv_heads * cache.head_size * dtype.itemsize
 
 
-def plan_cache(spec: ModelSpec, options: EngineOptions, dtype: torch.dtype, free_memory: int) -> CachePlan:
+def plan_cache(
+    spec: ModelSpec, options: EngineOptions, dtype: torch.dtype, free_memory: int, default_memory: int
+) -> CachePlan:
     """Size the cache for a model that is loaded already.
+
+    `free_memory` is what it may have at most, `default_memory` what it has if the options say nothing; both in bytes.
 
     Raises:
         OptionError: `max_model_len` is above the model's positions, or does not fit the cache.
@@ -43,12 +48,12 @@ def plan_cache(spec: ModelSpec, options: EngineOptions, dtype: torch.dtype, free
     if options.num_blocks is not None:
         num_blocks = options.num_blocks
     else:
-        memory = free_memory // 4 if options.cache_memory is None else options.cache_memory
+        memory = default_memory if options.cache_memory is None else options.cache_memory
         num_blocks = min(memory // per_block, useful)
     if num_blocks * per_block > free_memory:
         raise OptionError(
             f"a cache of {num_blocks} blocks needs {num_blocks * per_block / 2**20:.0f} MiB; "
-            f"{free_memory / 2**20:.0f} MiB are free"
+            f"{free_memory / 2**20:.0f} MiB are free for it"
         )
     capacity = num_blocks * size
     if options.max_model_len is not None and wanted_len > capacity:
@@ -73,6 +78,18 @@ def free_memory(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def measure_peak(work: Callable[[], None], device: torch.device) -> int:
+    """Bytes of a CUDA device that `work` needs at most beside what is allocated already."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return peak
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

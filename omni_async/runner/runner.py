@@ -1,46 +1,32 @@
-"""Runs step plans on a model: prepare on the host, compute on the lane. No policy."""
+"""Runs step plans on a model: rows and updates go up, the step is launched, what it drew comes back. No policy."""
 
 import asyncio
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from omni_async.backend.ops import Logprobs, Ops, Sampled, SamplingBatch, StepContext, StepRows
+from omni_async.backend.ops import Logprobs, Ops, StepContext
 from omni_async.models.protocol import StageModel
 from omni_async.runner.device_state import DeviceState
+from omni_async.runner.graphs import MAX_LOGPROBS, Drawn, StepGraphs
 from omni_async.runner.lane import Lane
+from omni_async.runner.step_shape import StepShape
 from omni_async.sampling.logprobs import HostLogprobs
+from omni_async.sampling.params import SamplingNeeds
 from omni_async.sampling.table import SamplingTable
-from omni_async.scheduler.plan import Row, StepOutput, StepPlan
+from omni_async.scheduler.plan import Phase, StepOutput, StepPlan
 
 SCORED_ROWS = 128
 """Prompt positions whose logits are made at once, so that a long prompt's never fill the memory."""
 
-
-@dataclass(frozen=True, slots=True)
-class HostRows:
-    """A plan's rows as arrays."""
-
-    slots: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    sampled: NDArray[np.int64]
-    """Indices of the rows that draw."""
-
-    @classmethod
-    def of(cls, rows: tuple[Row, ...]) -> "HostRows":
-        """Turn row tuples into arrays, in one pass each."""
-        return cls(
-            slots=np.array([row.slot for row in rows], np.int64),
-            starts=np.array([row.start for row in rows], np.int64),
-            lengths=np.array([row.length for row in rows], np.int64),
-            sampled=np.array([i for i, row in enumerate(rows) if row.samples], np.int64),
-        )
+EVERYTHING = SamplingNeeds(sum(SamplingNeeds))
+"""A graph serves every batch, so its rows may make use of all that the sampler has."""
 
 
 class Runner:
@@ -50,12 +36,21 @@ class Runner:
     the device-resident state.
     """
 
-    def __init__(self, model: StageModel, ops: Ops, state: DeviceState, sampling: SamplingTable, lane: Lane) -> None:
+    def __init__(
+        self,
+        model: StageModel,
+        ops: Ops,
+        state: DeviceState,
+        sampling: SamplingTable,
+        lane: Lane,
+        graphs: StepGraphs | None = None,
+    ) -> None:
         self._model = model
         self._ops = ops
         self._state = state
         self._sampling = sampling
         self._lane = lane
+        self._graphs = graphs
 
     async def __aenter__(self) -> Self:
         self._lane.start()
@@ -67,101 +62,147 @@ class Runner:
         await self._lane.stop()
 
     def launch(self, plan: StepPlan) -> asyncio.Future[StepOutput]:
-        """Queue a step; a failure of any kind comes back as the output's `error`."""
-        rows = HostRows.of(plan.rows)
+        """Start a step; its failure comes back as the output's `error`, that of the device as the future's."""
 
-        def step() -> StepOutput:
+        def step() -> Callable[[], StepOutput]:
             try:
                 with torch.inference_mode():
-                    return self._execute(plan, rows)
+                    return self._launch(plan)
+            except torch.AcceleratorError:  # the device itself failed, and nothing on it works any more
+                raise
             except BaseException as error:  # ends the requests of this plan, chained
-                return StepOutput(plan, [], [], error=error)
+                failed = StepOutput(plan, [], [], error=error)
+                return lambda: failed
 
         return self._lane.run(step)
 
-    def _execute(self, plan: StepPlan, rows: HostRows) -> StepOutput:
+    def capture(self, *, progress: bool) -> None:
+        """Capture the graphs, if there are to be any; before the first launch.
+
+        Raises:
+            CaptureError: a step cannot be captured.
+        """
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.capture(self._draw_anything, progress=progress)
+
+    def compile(self, shapes: Iterable[StepShape]) -> None:
+        """Compile the kernels of these steps, all at once."""
+        with self._ops.compiling():
+            for shape in shapes:
+                self.rehearse(shape)
+
+    def rehearse(self, shape: StepShape) -> None:
+        """Run a step of padding."""
+        with torch.inference_mode():
+            self._draw_anything(shape, torch.from_numpy(shape.pack(())).to(self._state.device))
+
+    def _launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        scored = [
+            i for i, row in enumerate(plan.rows) if row.phase is Phase.PREFILL and row.sequence.num_prompt_logprobs >= 0
+        ]
+        num_sampled = sum([row.samples for row in plan.rows])
+        found = None
+        if self._graphs is not None and not scored and plan.num_logprobs <= MAX_LOGPROBS:
+            found = self._graphs.find(plan.num_tokens, len(plan.rows), num_sampled)
+        if found is not None:
+            shape, graph = found
+            with self._lane.span("replay"):
+                self._update(plan, shape, into=graph.rows)
+                graph.graph.replay()
+            return self._collect(plan, graph.take(num_sampled, plan.num_logprobs), {})
+        shape = StepShape(plan.num_tokens, len(plan.rows), num_sampled, single=plan.num_tokens == len(plan.rows))
+        with self._lane.span("eager"):
+            rows = self._update(plan, shape, into=None)
+            hidden, step = self._forward(shape, rows, plan.needs, plan.num_logprobs)
+            scores = self._score(plan, scored, hidden, step)
+            drawn = self._draw(hidden, step)
+        return self._collect(plan, drawn, scores)
+
+    def _update(self, plan: StepPlan, shape: StepShape, into: Tensor | None) -> Tensor:
+        """Bring the packed rows to the device, and enter there what newcomers and slots gained."""
+        # A block for each of some rows, as decoding needs them, travels with the rows.
+        gained = {slot: (place, blocks[0]) for slot, place, blocks in plan.new_blocks if len(blocks) == 1}
+        rest = [new for new in plan.new_blocks if len(new.blocks) > 1]
+        if plan.admissions or rest:
+            newcomers = [(a.slot, a.sequence.params) for a in plan.admissions if a.sequence.params is not None]
+            arrays = [*self._state.pack(plan.admissions, rest), *self._sampling.pack(newcomers)]
+            with self._lane.aside():
+                tokens, blocks, lines, bias, allowed = self._lane.upload(arrays)
+                self._state.apply(tokens, blocks)
+                self._sampling.apply(lines, bias, allowed)
+        return self._lane.send(shape.pack(plan.rows, gained), into)
+
+    def _forward(
+        self, shape: StepShape, packed: Tensor, needs: SamplingNeeds, num_logprobs: int
+    ) -> tuple[Tensor, StepContext]:
+        """The hidden rows `[T, H]`, and the step's context for what follows."""
         state = self._state
-        state.admit(plan.admissions)
-        if plan.admissions:
-            written = [(a.slot, a.sequence.params) for a in plan.admissions if a.sequence.params is not None]
-            self._sampling.write([slot for slot, _ in written], [params for _, params in written])
-        state.extend(plan.new_blocks)
-        inputs = self._ops.prepare(self._step_rows(plan, rows), state.tokens, state.block_tables, state.block_size)
-        batch = self._sampling_batch(plan, rows)
+        inputs = self._ops.prepare(shape.unpack(packed), state.tokens, state.block_tables, state.block_size)
+        batch = self._sampling.batch(inputs, state.tokens, needs, num_logprobs) if shape.num_sampled else None
         step = StepContext(self._ops, inputs, state.caches, batch)
-        hidden = self._model.forward(self._model.embed(step), step)
-        prompt_logprobs = self._score_prompts(plan, hidden, step)
-        if batch is None:
-            return StepOutput(plan, [], [], prompt_logprobs=prompt_logprobs)
-        drawn = self._model.sample(hidden[self._last_tokens(rows)], step)
-        state.write_drawn(batch.slots, batch.lengths, drawn.token_ids)
-        return _to_host(plan, drawn, prompt_logprobs)
+        return self._model.forward(self._model.embed(step), step), step
 
-    def _step_rows(self, plan: StepPlan, rows: HostRows) -> StepRows:
-        device = self._state.device
-        return StepRows(
-            slots=torch.from_numpy(rows.slots).to(device),
-            starts=torch.from_numpy(rows.starts).to(device),
-            lengths=torch.from_numpy(rows.lengths).to(device),
-            num_tokens=plan.num_tokens,
-            max_length=int(rows.lengths.max()),
-            max_context=int((rows.starts + rows.lengths).max()),
-        )
-
-    def _last_tokens(self, rows: HostRows) -> Tensor:
-        """Where the last token of each sampled row lies in the step."""
-        return torch.from_numpy(rows.lengths.cumsum()[rows.sampled] - 1).to(self._state.device)
-
-    def _sampling_batch(self, plan: StepPlan, rows: HostRows) -> SamplingBatch | None:
-        if not len(rows.sampled):
+    def _draw(self, hidden: Tensor, step: StepContext) -> Drawn | None:
+        """Draw for the sampled rows, and append the tokens to the pool."""
+        if step.sampling is None:
             return None
-        slots = rows.slots[rows.sampled]
-        lengths = rows.starts[rows.sampled] + rows.lengths[rows.sampled]
-        return self._sampling.gather(slots, lengths, self._state.tokens, plan.needs, plan.num_logprobs)
+        drawn = self._model.sample(self._ops.embedding(step.inputs.sampled_tokens, hidden), step)
+        return Drawn(self._ops.append(drawn, step.sampling), drawn.logprobs)
 
-    def _score_prompts(self, plan: StepPlan, hidden: Tensor, step: StepContext) -> dict[int, HostLogprobs]:
-        """Log-probabilities of the prompt's tokens, for the rows whose requests asked."""
-        scored: dict[int, HostLogprobs] = {}
-        first = 0
-        for index, row in enumerate(plan.rows):
-            num_top = row.sequence.num_prompt_logprobs
+    def _draw_anything(self, shape: StepShape, packed: Tensor) -> Drawn | None:
+        """A step whose rows may make use of everything."""
+        return self._draw(*self._forward(shape, packed, EVERYTHING, MAX_LOGPROBS))
+
+    def _score(self, plan: StepPlan, scored: list[int], hidden: Tensor, step: StepContext) -> dict[int, Logprobs]:
+        """Log-probabilities of the prompt's tokens, by index of the rows whose requests asked."""
+        scores: dict[int, Logprobs] = {}
+        firsts = np.cumsum([0, *[row.length for row in plan.rows]])
+        for index in scored:
+            row = plan.rows[index]
+            first = int(firsts[index])
             # The token at position p + 1 is scored by the hidden row of position p.
             count = min(row.start + row.length, row.sequence.prompt_len - 1) - row.start
-            if num_top >= 0 and count > 0:
-                targets = self._state.tokens[row.slot, row.start + 1 : row.start + 1 + count].long()
-                parts: list[HostLogprobs] = []
-                for at in range(0, count, SCORED_ROWS):
-                    end = min(at + SCORED_ROWS, count)
-                    logits = self._model.logits(hidden[first + at : first + end], step)
-                    parts.append(_host_logprobs(self._ops.logprobs(logits, targets[at:end], num_top)))
-                scored[index] = _join(parts)
-            first += row.length
-        return scored
+            if count <= 0:
+                continue
+            targets = self._state.tokens[row.slot, row.start + 1 : row.start + 1 + count].long()
+            parts = []
+            for at in range(0, count, SCORED_ROWS):
+                end = min(at + SCORED_ROWS, count)
+                logits = self._model.logits(hidden[first + at : first + end], step)
+                parts.append(self._ops.logprobs(logits, targets[at:end], row.sequence.num_prompt_logprobs))
+            scores[index] = Logprobs(*[torch.cat(columns) for columns in zip(*map(_columns, parts), strict=True)])
+        return scores
+
+    def _collect(self, plan: StepPlan, drawn: Drawn | None, scores: dict[int, Logprobs]) -> Callable[[], StepOutput]:
+        """Start bringing results to the host; the closure makes the step's output of them."""
+        wanted: list[Tensor] = []
+        asked = drawn is not None and drawn.logprobs is not None and plan.num_logprobs >= 0
+        if drawn is not None:
+            wanted.append(drawn.token_ids)
+            if drawn.logprobs is not None and asked:
+                wanted += _columns(drawn.logprobs)
+        for values in scores.values():
+            wanted += _columns(values)
+        fetch = self._lane.download(wanted)
+
+        def finish() -> StepOutput:
+            arrays = iter(fetch())
+            ids = next(arrays) if drawn is not None else np.empty(0, np.int32)
+            return StepOutput(
+                plan,
+                token_ids=ids.tolist(),
+                finite=(ids >= 0).tolist(),
+                logprobs=_host_logprobs(arrays) if asked else None,
+                prompt_logprobs={index: _host_logprobs(arrays) for index in scores},
+            )
+
+        return finish
 
 
-def _host_logprobs(values: Logprobs) -> HostLogprobs:
-    return HostLogprobs(
-        chosen=values.chosen.float().cpu().numpy(),
-        rank=values.rank.cpu().numpy(),
-        top_ids=values.top_ids.cpu().numpy(),
-        top=values.top.float().cpu().numpy(),
-    )
+def _columns(values: Logprobs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return values.chosen, values.rank, values.top_ids, values.top
 
 
-def _join(parts: list[HostLogprobs]) -> HostLogprobs:
-    return HostLogprobs(
-        chosen=np.concatenate([p.chosen for p in parts]),
-        rank=np.concatenate([p.rank for p in parts]),
-        top_ids=np.concatenate([p.top_ids for p in parts]),
-        top=np.concatenate([p.top for p in parts]),
-    )
-
-
-def _to_host(plan: StepPlan, drawn: Sampled, prompt_logprobs: dict[int, HostLogprobs]) -> StepOutput:
-    return StepOutput(
-        plan,
-        token_ids=drawn.token_ids.tolist(),
-        finite=drawn.finite.tolist(),
-        logprobs=None if drawn.logprobs is None else _host_logprobs(drawn.logprobs),
-        prompt_logprobs=prompt_logprobs,
-    )
+def _host_logprobs(arrays: Iterator[NDArray[Any]]) -> HostLogprobs:
+    return HostLogprobs(*[array.copy() for array in itertools.islice(arrays, 4)])

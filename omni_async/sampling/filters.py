@@ -15,7 +15,7 @@ def lower_bounds(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) ->
     """The least logit that each row keeps, `[R] f32`.
 
     `scaled [R, V] f32` are logits over temperature, the best of each row at 0; the others are `[R]`, as in
-    `SamplingBatch`.
+    `SamplingRows`.
     """
     bounds = min_p.log()  # at 0, where it is off: -inf
     rows = ((top_k < scaled.shape[1]) | (top_p < 1)).nonzero()[:, 0]

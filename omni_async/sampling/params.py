@@ -9,8 +9,10 @@ from omni_async.errors import RequestError
 from omni_async.types import GREEDY_TEMPERATURE, SamplingParams
 
 NO_TOP_K = 2**31 - 1
-FOREVER = 2**62
+FOREVER = 2**31 - 1
 """An output index that no answer reaches."""
+MAX_BIAS = 1024
+"""Tokens whose logits one request may change; devices keep a list of this size for each answer under way."""
 
 
 class SamplingNeeds(IntFlag):
@@ -74,6 +76,15 @@ class RowParams:
     prompt_len: int
     bias: tuple[BiasEntry, ...]
     allowed: tuple[int, ...] | None
+    num_logprobs: int
+    """-1: none; 0: of the drawn token alone; n: of the best n tokens too."""
+
+
+def count_logprobs(wanted: int | None, vocab_size: int) -> int:
+    """A request's count of log-probabilities as a number: -1 for none, the vocabulary's size for all."""
+    if wanted is None:
+        return -1
+    return vocab_size if wanted == -1 else wanted
 
 
 def check(params: SamplingParams, vocab_size: int) -> None:
@@ -108,7 +119,7 @@ def resolve(
     """Fill in a checkpoint's defaults; `params` have passed `check`. `seed` is any 64-bit number, signed or not.
 
     Raises:
-        RequestError: every token that may be drawn is forbidden by `min_tokens`.
+        RequestError: every token that may be drawn is forbidden by `min_tokens`, or there are too many biases.
     """
 
     def given(value: float | None, default: float) -> float:
@@ -125,6 +136,10 @@ def resolve(
                 f"min_tokens is {params.min_tokens}, but each token that may be drawn ends the answer: none is left"
             )
         bias += [BiasEntry(token, float("-inf"), params.min_tokens) for token in sorted(ends)]
+    if len(bias) > MAX_BIAS:
+        raise RequestError(
+            f"logit_bias and the ends that min_tokens forbids are {len(bias)} entries; the limit is {MAX_BIAS}"
+        )
     return RowParams(
         temperature=temperature if temperature >= GREEDY_TEMPERATURE else 0.0,
         top_k=top_k if 0 < top_k < vocab_size else NO_TOP_K,
@@ -138,6 +153,7 @@ def resolve(
         prompt_len=prompt_len,
         bias=tuple(bias),
         allowed=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
+        num_logprobs=count_logprobs(params.logprobs, vocab_size),
     )
 
 

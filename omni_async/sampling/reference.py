@@ -8,25 +8,29 @@ import torch
 from torch import Tensor
 
 from omni_async.backend.ops import Logprobs, Sampled, SamplingBatch
-from omni_async.sampling.adjust import adjust, take
+from omni_async.sampling.adjust import adjust
 from omni_async.sampling.filters import lower_bounds
+from omni_async.sampling.params import SamplingNeeds
 from omni_async.sampling.philox import gumbel, gumbel_at
+from omni_async.sampling.rows import SamplingRows
 from omni_async.types import GREEDY_TEMPERATURE
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     """Draw one token for each row of `[S, V]` raw logits of any float type, as `SamplingParams` describes it."""
     raw = logits.float()
-    changed = adjust(raw, batch)
+    parameters = SamplingRows.of(batch)
+    changed = adjust(raw, batch, parameters)
     best = changed.amax(dim=-1)  # NaN if the row holds one
     finite = best.isfinite()
     if changed is not raw:
         finite &= raw.amax(dim=-1).isfinite()
     token_ids = changed.argmax(dim=-1)
-    if batch.has_random:
-        rows = (batch.temperature >= GREEDY_TEMPERATURE).nonzero()[:, 0]
+    if SamplingNeeds.RANDOM in batch.needs:
+        rows = (parameters.temperature >= GREEDY_TEMPERATURE).nonzero()[:, 0]
         if len(rows):
-            token_ids[rows] = _draw(changed[rows], best[rows], take(batch, rows))
+            filtered = SamplingNeeds.FILTERS in batch.needs
+            token_ids[rows] = _draw(changed[rows], best[rows], parameters.take(rows), batch.stage, filtered=filtered)
     scores = logprobs(raw, token_ids, batch.num_logprobs) if batch.num_logprobs >= 0 else None
     return Sampled(token_ids, finite, scores)
 
@@ -61,21 +65,21 @@ def _best_ids(raw: Tensor, count: int) -> Tensor:
     return ids
 
 
-def _draw(x: Tensor, best: Tensor, batch: SamplingBatch) -> Tensor:
+def _draw(x: Tensor, best: Tensor, rows: SamplingRows, stage: int, *, filtered: bool) -> Tensor:
     """One token for each row of `[R, V]`, which it may overwrite, by Gumbel-max among what the filters keep."""
     # The best comes to lie at 0, so that a small temperature never makes an infinity of it.
-    scores = x.sub_(best[:, None]).div_(batch.temperature[:, None])
-    output_index = batch.lengths - batch.prompt_lens
+    scores = x.sub_(best[:, None]).div_(rows.temperature[:, None])
+    output_index = rows.lengths - rows.prompt_lens
     vocab_size = scores.shape[1]
-    if not batch.has_filters:
-        return (scores + gumbel(batch.seed, output_index, batch.choice, batch.stage, 0, vocab_size)).argmax(dim=-1)
-    kept = scores >= lower_bounds(scores, batch.top_k, batch.top_p, batch.min_p)[:, None]
+    if not filtered:
+        return (scores + gumbel(rows.seed, output_index, rows.choice, stage, 0, vocab_size)).argmax(dim=-1)
+    kept = scores >= lower_bounds(scores, rows.top_k, rows.top_p, rows.min_p)[:, None]
     scores.masked_fill_(~kept, -torch.inf)
     # Four neighbours share the work of their noise, so it pays to make it for single tokens when they are few.
     is_wide = kept.sum(dim=-1) > vocab_size // 4
     wide = is_wide.nonzero()[:, 0]
     if len(wide):
-        scores[wide] += gumbel(batch.seed[wide], output_index[wide], batch.choice[wide], batch.stage, 0, vocab_size)
-    rows, ids = (kept & ~is_wide[:, None]).nonzero(as_tuple=True)
-    scores[rows, ids] += gumbel_at(ids, batch.seed[rows], output_index[rows], batch.choice[rows], batch.stage, 0)
+        scores[wide] += gumbel(rows.seed[wide], output_index[wide], rows.choice[wide], stage, 0, vocab_size)
+    narrow, ids = (kept & ~is_wide[:, None]).nonzero(as_tuple=True)
+    scores[narrow, ids] += gumbel_at(ids, rows.seed[narrow], output_index[narrow], rows.choice[narrow], stage, 0)
     return scores.argmax(dim=-1)

@@ -1,4 +1,4 @@
-"""The sampling parameters of all slots, resident on the device."""
+"""The sampling parameters of all slots, resident on the device at fixed addresses."""
 
 from collections.abc import Sequence
 
@@ -7,34 +7,41 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from omni_async.backend.ops import SamplingBatch
-from omni_async.sampling.params import RowParams, SamplingNeeds
+from omni_async.backend.ops import SamplingBatch, SamplingTables, StepInputs
+from omni_async.sampling.params import MAX_BIAS, RowParams, SamplingNeeds
+
+FLOATS = 6
+WORD = 32
+"""Bits of one word of the masks of allowed tokens."""
 
 
 class SamplingTable:
-    """Parameters by slot: written when a sequence takes the slot, gathered in each step that samples it."""
+    """Parameters by slot: written when a sequence takes the slot, read in each step that samples it.
+
+    Writing is in two parts: `pack` makes the arrays on the host, `apply` writes them once they are on the device.
+    """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, stage: int = 0) -> None:
-        self._vocab_size = vocab_size
-        self._device = device
         self._stage = stage
-        # One row for each parameter: a gathered row is contiguous.
-        self._floats = torch.zeros((6, num_slots), dtype=torch.float32, device=device)
-        self._integers = torch.zeros((4, num_slots), dtype=torch.int64, device=device)
-        self._bias_ids = torch.empty((num_slots, 0), dtype=torch.int64, device=device)
-        self._bias_until = torch.empty((num_slots, 0), dtype=torch.int64, device=device)
-        self._bias_values = torch.empty((num_slots, 0), dtype=torch.float32, device=device)
-        self._bias_lens = np.zeros(num_slots, np.int64)
-        self._allowed: Tensor | None = None
-        """`[slots, V] bool`, made when the first row restricts its tokens."""
-        self._restricted = np.zeros(num_slots, np.bool_)
+        self._num_words = -(-vocab_size // WORD)
+        # Floats first, as bit patterns, then integers: a slot is one line, so a newcomer is one line to write.
+        self._lines = torch.zeros((num_slots, FLOATS + 8), dtype=torch.int32, device=device)
+        self._bias_ids = torch.zeros((num_slots, MAX_BIAS), dtype=torch.int32, device=device)
+        self._bias_until = torch.zeros_like(self._bias_ids)
+        self._bias_values = torch.zeros((num_slots, MAX_BIAS), dtype=torch.float32, device=device)
+        self._allowed = torch.zeros((num_slots, self._num_words), dtype=torch.int32, device=device)
+        floats, integers = self._lines.view(torch.float32)[:, :FLOATS].T, self._lines[:, FLOATS:].T
+        lists = (self._bias_ids, self._bias_until, self._bias_values, self._allowed)
+        self.tables = SamplingTables(*[*floats.unbind(), *integers.unbind(), *lists])
 
-    def write(self, slots: Sequence[int], params: Sequence[RowParams]) -> None:
-        """Set the parameters of some slots, with one copy for each kind."""
-        if not slots:
-            return
-        at = torch.tensor(slots, dtype=torch.int64).to(self._device)
-        floats = [
+    def pack(self, newcomers: Sequence[tuple[int, RowParams]]) -> list[NDArray[np.int32]]:
+        """The parameters of newcomers, by slot, for `apply`."""
+        if not newcomers:
+            return [np.empty((0, 1), np.int32)] * 3
+        slots, params = zip(*newcomers, strict=True)
+        lines = np.empty((len(slots), 1 + FLOATS + 8), np.int32)
+        lines[:, 0] = slots
+        lines[:, 1 : 1 + FLOATS].view(np.float32)[:] = [
             (
                 p.temperature,
                 p.top_p,
@@ -45,97 +52,61 @@ class SamplingTable:
             )
             for p in params
         ]
-        integers = [(p.top_k, p.seed, p.choice, p.prompt_len) for p in params]
-        self._floats[:, at] = torch.tensor(floats, dtype=torch.float32).T.to(self._device)
-        self._integers[:, at] = torch.tensor(integers, dtype=torch.int64).T.to(self._device)
-        self._write_bias(slots, at, params)
-        self._write_allowed(slots, params)
+        seeds = np.array([p.seed for p in params], np.int64)
+        integers = [
+            (p.top_k, 0, 0, p.choice, p.prompt_len, len(p.bias), p.allowed is not None, p.num_logprobs) for p in params
+        ]
+        lines[:, 1 + FLOATS :] = integers
+        lines[:, 2 + FLOATS] = seeds.astype(np.int32)  # wraps around: the lower half
+        lines[:, 3 + FLOATS] = seeds >> 32
+        return [lines, _pack_bias(newcomers), self._pack_allowed(newcomers)]
 
-    def gather(
-        self,
-        slots: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        tokens: Tensor,
-        needs: SamplingNeeds,
-        num_logprobs: int,
-    ) -> SamplingBatch:
-        """The batch of the rows `slots` that hold `lengths` tokens before the one to be drawn.
+    def apply(self, lines: Tensor, bias: Tensor, allowed: Tensor) -> None:
+        """Write what `pack` made."""
+        if len(lines):
+            self._lines[lines[:, 0].long()] = lines[:, 1:]
+        if len(bias):
+            at = bias[:, 0].long()
+            ids, until, values = bias[:, 1:].chunk(3, dim=1)
+            self._bias_ids[at, : ids.shape[1]] = ids
+            self._bias_until[at, : ids.shape[1]] = until
+            self._bias_values[at, : ids.shape[1]] = values.view(torch.float32)
+        if len(allowed):
+            self._allowed[allowed[:, 0].long()] = allowed[:, 1:]
 
-        `tokens [slots, max_len] int32` is the token pool; `needs` is the union over the rows.
-        """
-        at = torch.from_numpy(slots).to(self._device)
-        temperature, top_p, min_p, repetition, presence, frequency = self._floats[:, at].unbind()
-        top_k, seed, choice, prompt_lens = self._integers[:, at].unbind()
-        has_bias = SamplingNeeds.BIAS in needs
-        width = int(self._bias_lens[slots].max()) if has_bias else 0
-        if SamplingNeeds.ALLOWED in needs and self._allowed is not None:
-            allowed = self._allowed[at]
-        else:
-            allowed = torch.empty((len(slots), 0), dtype=torch.bool, device=self._device)
+    def batch(self, inputs: StepInputs, tokens: Tensor, needs: SamplingNeeds, num_logprobs: int) -> SamplingBatch:
+        """The rows that a step samples; `tokens [slots, max_len] int32` is the token pool, `needs` is by all rows."""
         return SamplingBatch(
+            tables=self.tables,
             tokens=tokens,
-            slots=at,
-            prompt_lens=prompt_lens,
-            lengths=torch.from_numpy(lengths).to(self._device),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition,
-            presence_penalty=presence,
-            frequency_penalty=frequency,
-            seed=seed,
-            choice=choice,
-            bias_ids=self._bias_ids[at, :width],
-            bias_values=self._bias_values[at, :width],
-            bias_until=self._bias_until[at, :width],
-            allowed=allowed,
-            has_penalties=SamplingNeeds.PENALTIES in needs,
-            has_bias=has_bias,
-            has_filters=SamplingNeeds.FILTERS in needs,
-            has_random=SamplingNeeds.RANDOM in needs,
+            slots=inputs.sampled_slots,
+            lengths=inputs.sampled_lengths,
+            needs=needs,
             num_logprobs=num_logprobs,
             stage=self._stage,
-            max_length=int(lengths.max()),
         )
 
-    def _write_bias(self, slots: Sequence[int], at: Tensor, params: Sequence[RowParams]) -> None:
-        self._bias_lens[list(slots)] = [len(p.bias) for p in params]
-        self._widen_bias(max(len(p.bias) for p in params))
-        width = self._bias_ids.shape[1]
-        if not width:
-            return
-        ids = np.full((len(params), width), -1, np.int64)
-        until = np.zeros((len(params), width), np.int64)
-        values = np.zeros((len(params), width), np.float32)
-        for row, p in enumerate(params):
-            if p.bias:
-                ids[row, : len(p.bias)], values[row, : len(p.bias)], until[row, : len(p.bias)] = zip(
-                    *p.bias, strict=True
-                )
-        self._bias_ids[at] = torch.from_numpy(ids).to(self._device)
-        self._bias_until[at] = torch.from_numpy(until).to(self._device)
-        self._bias_values[at] = torch.from_numpy(values).to(self._device)
+    def _pack_allowed(self, newcomers: Sequence[tuple[int, RowParams]]) -> NDArray[np.int32]:
+        restricted = [(slot, p.allowed) for slot, p in newcomers if p.allowed is not None]
+        packed = np.zeros((len(restricted), 1 + self._num_words), np.int32)
+        for row, (slot, ids) in enumerate(restricted):
+            bits = np.zeros(self._num_words * WORD, np.bool_)
+            bits[list(ids)] = True
+            packed[row, 0] = slot
+            packed[row, 1:] = np.packbits(bits, bitorder="little").view("<i4")
+        return packed
 
-    def _widen_bias(self, width: int) -> None:
-        """Make room for lists of `width` entries; at least doubling, so that it is rarely done."""
-        num_slots, old = self._bias_ids.shape
-        if width <= old:
-            return
-        more = (num_slots, max(width, 2 * old) - old)
-        self._bias_ids = torch.cat([self._bias_ids, self._bias_ids.new_full(more, -1)], dim=1)
-        self._bias_until = torch.cat([self._bias_until, self._bias_until.new_zeros(more)], dim=1)
-        self._bias_values = torch.cat([self._bias_values, self._bias_values.new_zeros(more)], dim=1)
 
-    def _write_allowed(self, slots: Sequence[int], params: Sequence[RowParams]) -> None:
-        for slot, p in zip(slots, params, strict=True):
-            if p.allowed is None:
-                if self._restricted[slot] and self._allowed is not None:
-                    self._allowed[slot] = True
-            else:
-                if self._allowed is None:
-                    shape = (len(self._restricted), self._vocab_size)
-                    self._allowed = torch.ones(shape, dtype=torch.bool, device=self._device)
-                self._allowed[slot] = False
-                self._allowed[slot, torch.tensor(p.allowed, dtype=torch.int64).to(self._device)] = True
-            self._restricted[slot] = p.allowed is not None
+def _pack_bias(newcomers: Sequence[tuple[int, RowParams]]) -> NDArray[np.int32]:
+    """A line for each row that has biases: slot, ids, ends, values; shorter lists are filled up with zeros."""
+    biased = [(slot, p.bias) for slot, p in newcomers if p.bias]
+    width = max([len(bias) for _, bias in biased], default=0)
+    packed = np.zeros((len(biased), 1 + 3 * width), np.int32)
+    for row, (slot, bias) in enumerate(biased):
+        ids, values, until = zip(*bias, strict=True)
+        packed[row, 0] = slot
+        parts = packed[row, 1:].reshape(3, width)
+        parts[0, : len(bias)] = ids
+        parts[1, : len(bias)] = until
+        parts[2, : len(bias)] = np.array(values, np.float32).view(np.int32)
+    return packed

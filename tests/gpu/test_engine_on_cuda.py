@@ -1,20 +1,23 @@
-"""The engine on a CUDA device, with either backend: the same ids as on the CPU, in float32."""
+"""The engine on a CUDA device: the ids of the CPU in float32, by either backend, with graphs and without."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from omni_async import Engine, EngineOptions, Generation, Request, SamplingParams
+from omni_async import CaptureError, Engine, EngineOptions, Generation, Request, SamplingParams, StepFailed
+from omni_async.backend.triton import TritonOps
 from omni_async.loading.loaded import GenerationDefaults, Loaded
 from omni_async.models.registry import ARCHITECTURES
-from omni_async.options import Backend
 from tests.support.engines import becomes_idle
 from tests.support.tiny import SIZES, make_reference, reference_logits, saved_weights, token_ids
 
-pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
+# The first engine compiles its kernels, if no earlier run has left them in Triton's cache.
+pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(300)]
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "dense": Qwen3Config(**SIZES, head_dim=16),
@@ -31,15 +34,24 @@ SAMPLINGS = [
         temperature=0.0, frequency_penalty=1.0, logit_bias={5: 3.0}, min_tokens=3, logprobs=2, max_tokens=24
     ),
     SamplingParams(temperature=1.0, allowed_token_ids=list(range(50, 90)), seed=3, max_tokens=24),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=4, logprobs=25, prompt_logprobs=1, max_tokens=6),
+]
+WAYS: list[dict[str, Any]] = [
+    {"backend": "reference"},
+    {"backend": "triton", "capture": False},
+    {"backend": "triton"},
+    {"backend": "triton", "pipelined": False},
+    # Some prompts are larger than any graph, others come in chunks beside the decoding rows.
+    {"backend": "triton", "max_step_tokens": 24, "num_blocks": 40},
 ]
 
 
-def make_engine(config: PretrainedConfig, device: str, backend: Backend, folder: Path) -> Engine:
+def make_engine(config: PretrainedConfig, device: str, folder: Path, **options: Any) -> Engine:
     reference = make_reference(config, seed=3)
     weights = saved_weights(reference, folder)
     architecture = type(reference).__name__
 
-    def load(options: EngineOptions) -> Loaded:
+    def load(_: EngineOptions) -> Loaded:
         model = ARCHITECTURES[architecture](config, dtype=torch.float32, device=torch.device(device))
         model.load(weights)
         return Loaded(
@@ -51,42 +63,122 @@ def make_engine(config: PretrainedConfig, device: str, backend: Backend, folder:
             device=torch.device(device),
         )
 
-    return Engine(
-        load, EngineOptions(backend=backend, max_slots=4, num_blocks=128, max_step_tokens=64, max_model_len=256)
-    )
+    sizes = {"max_slots": 4, "num_blocks": 128, "max_step_tokens": 64, "max_model_len": 256}
+    return Engine(load, EngineOptions(**(sizes | options)))
 
 
-async def answers(config: PretrainedConfig, device: str, backend: Backend, folder: Path) -> list[Generation]:
+async def answers(engine: Engine, requests: list[Request]) -> list[Generation]:
     results: dict[int, Generation] = {}
-    requests = [Request(prompt_token_ids=prompt, sampling=sampling) for prompt in PROMPTS for sampling in SAMPLINGS]
-    async with make_engine(config, device, backend, folder) as engine:
 
-        async def ask(i: int) -> None:
-            results[i] = await engine.generate(requests[i])
+    async def ask(i: int) -> None:
+        results[i] = await engine.generate(requests[i])
 
-        async with anyio.create_task_group() as group:
-            for i in range(len(requests)):
-                group.start_soon(ask, i)
-        await becomes_idle(engine)
+    async with anyio.create_task_group() as group:
+        for i in range(len(requests)):
+            group.start_soon(ask, i)
+    await becomes_idle(engine)
     return [results[i] for i in range(len(requests))]
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-async def test_ids_equal_those_of_the_cpu(backend: Backend, tmp_path: Path) -> None:
-    on_cpu = await answers(CONFIGS["dense"], "cpu", "reference", tmp_path)
-    on_cuda = await answers(CONFIGS["dense"], "cuda", backend, tmp_path)
+def all_requests() -> list[Request]:
+    return [Request(prompt_token_ids=prompt, sampling=sampling) for prompt in PROMPTS for sampling in SAMPLINGS]
+
+
+@pytest.fixture
+def no_synchronisation() -> Iterator[None]:
+    """Any torch call that waits for the device raises."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+async def test_ids_equal_those_of_the_cpu(way: dict[str, Any], tmp_path: Path) -> None:
+    async with make_engine(CONFIGS["dense"], "cpu", tmp_path) as engine:
+        on_cpu = await answers(engine, all_requests())
+    async with make_engine(CONFIGS["dense"], "cuda", tmp_path, **way) as engine:
+        on_cuda = await answers(engine, all_requests())
     for ours, theirs in zip(on_cuda, on_cpu, strict=True):
         assert ours.token_ids == theirs.token_ids
-        assert len(ours.token_ids) == 24
+        if ours.logprobs is not None and theirs.logprobs is not None:
+            for one, two in zip(ours.logprobs, theirs.logprobs, strict=True):
+                assert one.logprob == pytest.approx(two.logprob, abs=1e-3)
+                assert [t.token_id for t in one.top] == [t.token_id for t in two.top]
+        mine, other = (each.completions[0].finished.prompt_logprobs for each in (ours, theirs))
+        assert (mine is None) == (other is None)
+        for one, two in zip(mine or (), other or (), strict=True):
+            assert (one is None) == (two is None)
+            if one is not None and two is not None:
+                assert one.logprob == pytest.approx(two.logprob, abs=1e-3)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-async def test_greedy_ids_of_a_mixture_of_experts_equal_transformers(backend: Backend, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS[:3], ids=str)
+async def test_greedy_ids_of_a_mixture_of_experts_equal_transformers(way: dict[str, Any], tmp_path: Path) -> None:
     config = CONFIGS["experts"]
     reference = make_reference(config, seed=3)
-    result = (await answers(config, "cuda", backend, tmp_path))[len(SAMPLINGS) * 4]
+    async with make_engine(config, "cuda", tmp_path, **way) as engine:
+        result = (await answers(engine, all_requests()))[len(SAMPLINGS) * 4]
     whole = [*PROMPTS[4], *result.token_ids]
     logits = reference_logits(reference, whole)[len(PROMPTS[4]) - 1 : -1]
     best = logits.topk(2).values
     for drawn, row, (first, second) in zip(result.token_ids, logits, best.tolist(), strict=True):
         assert drawn == int(row.argmax()) or first - second < 1e-3
+
+
+@pytest.mark.usefixtures("no_synchronisation")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
+@pytest.mark.parametrize("capture", [True, False])
+async def test_a_step_never_waits_for_the_device(capture: bool, tmp_path: Path) -> None:
+    requests = [r for r in all_requests() if r.sampling.prompt_logprobs is None]  # type: ignore[union-attr]
+    async with make_engine(CONFIGS["experts"], "cuda", tmp_path, backend="triton", capture=capture) as engine:
+        await answers(engine, requests)  # kernels are compiled at their first use
+        torch.cuda.set_sync_debug_mode("error")
+        again = await answers(engine, requests)
+    assert all(len(generation.token_ids) == 24 for generation in again)
+
+
+async def test_memory_stays_flat_over_ten_thousand_requests(tmp_path: Path) -> None:
+    source = torch.Generator().manual_seed(0)
+
+    def some(count: int) -> list[Request]:
+        lengths = torch.randint(1, 40, (count,), generator=source).tolist()
+        ids = [torch.randint(320, (length,), generator=source).tolist() for length in lengths]
+        return [Request(prompt_token_ids=i, sampling=SamplingParams(max_tokens=2, seed=1)) for i in ids]
+
+    async with make_engine(CONFIGS["dense"], "cuda", tmp_path, max_slots=32, max_waiting=4096) as engine:
+        await answers(engine, some(1000))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        for _ in range(5):
+            await answers(engine, some(2000))
+        torch.cuda.synchronize()
+        assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+async def test_a_failed_capture_names_its_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waits(TritonOps):
+        def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            if torch.cuda.is_current_stream_capturing() and len(token_ids) == 48:
+                token_ids.tolist()
+            return super().embedding(token_ids, weight)
+
+    monkeypatch.setattr("omni_async.backend.triton.TritonOps", Waits)
+    with pytest.raises(CaptureError, match="num_tokens=48"):
+        async with make_engine(CONFIGS["dense"], "cuda", tmp_path):
+            pass
+    monkeypatch.undo()
+    async with make_engine(CONFIGS["dense"], "cuda", tmp_path) as engine:  # the device is as before
+        assert len((await engine.generate(all_requests()[0])).token_ids) == 24
+
+
+async def test_a_failing_step_ends_its_requests_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(TritonOps):
+        def logprobs(self, *_: Any) -> Any:
+            raise ArithmeticError("no scores today")
+
+    monkeypatch.setattr("omni_async.backend.triton.TritonOps", Fails)
+    async with make_engine(CONFIGS["dense"], "cuda", tmp_path) as engine:
+        request = Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(prompt_logprobs=1, max_tokens=2))
+        with pytest.raises(StepFailed, match="no scores today"):
+            await engine.generate(request)
+        assert len((await engine.generate(all_requests()[0])).token_ids) == 24
+        await becomes_idle(engine)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from omni_async.backend.choose import choose_ops
-from omni_async.backend.ops import LayerCache, StepInputs, StepRows
+from omni_async.backend.ops import LayerCache, StepInputs
 from omni_async.backend.reference.ops import ReferenceOps
 from omni_async.errors import OptionError
+from tests.support.forward import step_rows_of
 
 BLOCK_SIZE = 16
 EPSILON = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -38,25 +39,20 @@ def step_inputs(shapes: list[Shape]) -> tuple[StepInputs, Tensor]:
     per_slot = -(-longest // BLOCK_SIZE)
     tables = (torch.randperm(num_slots * per_slot, generator=generator) + 1).view(num_slots, per_slot).int()
     tokens = torch.randint(1000, (num_slots, longest), generator=generator).int()
-    lengths = torch.tensor([length for length, _ in shapes])
-    rows = StepRows(
-        slots=torch.randperm(num_slots, generator=generator)[: len(shapes)],
-        starts=torch.tensor([context - length for length, context in shapes]),
-        lengths=lengths,
-        num_tokens=int(lengths.sum()),
-        max_length=int(lengths.max()),
-        max_context=longest,
+    slots = torch.randperm(num_slots, generator=generator)[: len(shapes)].tolist()
+    rows = step_rows_of(
+        [(slot, context - length, length) for slot, (length, context) in zip(slots, shapes, strict=True)]
     )
     inputs = ReferenceOps().prepare(rows, tokens, tables, BLOCK_SIZE)
     at = 0
-    for (length, context), slot in zip(shapes, rows.slots.tolist(), strict=True):
+    for (length, context), slot in zip(shapes, slots, strict=True):
         for position in range(context - length, context):
             assert inputs.token_ids[at] == tokens[slot, position]
             assert inputs.positions[at] == position
             block = int(tables[slot, position // BLOCK_SIZE])
             assert inputs.attention.slot_mapping[at] == block * BLOCK_SIZE + position % BLOCK_SIZE
             at += 1
-    return inputs, tables[rows.slots]
+    return inputs, tables[slots]
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -66,10 +62,11 @@ def test_prepare(mix: str) -> None:
     batch = inputs.attention
     assert batch.query_starts.tolist() == [sum(length for length, _ in shapes[:i]) for i in range(len(shapes) + 1)]
     assert batch.context_lens.tolist() == [context for _, context in shapes]
-    assert (batch.max_query_len, batch.max_context_len) == tuple(map(max, zip(*shapes, strict=True)))
-    for row, (_, context) in enumerate(shapes):
-        used = -(-context // BLOCK_SIZE)
-        assert torch.equal(batch.block_tables[row, :used], tables[row, :used].long())
+    assert batch.single == all(length == 1 for length, _ in shapes)
+    assert torch.equal(batch.block_tables[batch.slots], tables)
+    assert inputs.sampled_slots.tolist() == batch.slots.tolist()
+    assert inputs.sampled_lengths.tolist() == [context for _, context in shapes]
+    assert inputs.sampled_tokens.tolist() == [end - 1 for end in batch.query_starts[1:].tolist()]
 
 
 def make_cache(
@@ -154,7 +151,7 @@ def test_undefined_table_entries_are_never_read(mix: str) -> None:
     cache = make_cache(shapes, tables, 1, 8, torch.float32)
     q = torch.randn(len(inputs.positions), 2, 8, generator=torch.Generator().manual_seed(3))
     for row, (_, context) in enumerate(shapes):
-        inputs.attention.block_tables[row, -(-context // BLOCK_SIZE) :] = 10**6
+        inputs.attention.block_tables[inputs.attention.slots[row], -(-context // BLOCK_SIZE) :] = 10**6
     found = ReferenceOps().paged_attention(q, cache, inputs.attention, 0.3)
     torch.testing.assert_close(found.double(), naive(q, cache, shapes, tables, 0.3), rtol=0, atol=1e-5)
 

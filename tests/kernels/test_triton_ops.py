@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni_async.backend.ops import AttentionBatch, HeadNorm, Ops, Rotary
+from omni_async.backend.ops import HeadNorm, Ops, Rotary
 from omni_async.backend.reference.ops import ReferenceOps
 from omni_async.backend.triton import TritonOps
 
@@ -97,59 +97,3 @@ def test_rotate_and_cache(
     for mine, other in zip(ours, theirs, strict=True):
         check(mine, other)
         assert torch.equal(mine.flatten(0, 1)[untouched], other.flatten(0, 1)[untouched])
-
-
-ROWS = {
-    "one token": [(1, 1)],
-    "decode": [(1, 5), (1, 64), (1, 1), (1, 130)],
-    "decode, several splits": [(1, 513), (1, 512), (1, 1300), (1, 3)],
-    "prompts": [(17, 17), (2, 2), (70, 70)],
-    "chunks of prompts": [(5, 40), (33, 100), (16, 16)],
-    "everything": [(1, 600), (40, 90), (1, 1), (3, 3), (1, 17), (2, 700)],
-}
-
-
-SHAPES = [(4, 2, 16, 16), (9, 3, 64, 16), (4, 4, 96, 32)]
-if DEVICE == "cuda":  # the interpreter would take minutes
-    SHAPES += [(8, 1, 128, 64), (2, 1, 256, 16), (32, 8, 128, 16), (12, 12, 64, 16)]
-
-
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size", "block_size"), SHAPES)
-def test_paged_attention(
-    ops: Ops,
-    rows: list[tuple[int, int]],
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    block_size: int,
-    dtype: torch.dtype,
-) -> None:
-    lengths = torch.tensor([length for length, _ in rows])
-    contexts = torch.tensor([context for _, context in rows])
-    per_row = -(-int(contexts.max()) // block_size)
-    num_blocks = len(rows) * per_row + 1
-    order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(0)) + 1
-    tables = order.view(len(rows), per_row).to(DEVICE)
-    shape = (num_blocks, block_size, num_kv_heads, head_size)
-    cache = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
-    # What no row owns, and what lies past each context, holds NaN: none of it may reach a result.
-    for part in cache:
-        for row, context in enumerate(contexts.tolist()):
-            owned = part[tables[row]].flatten(0, 1)
-            owned[context:] = torch.nan
-            part[tables[row]] = owned.view(per_row, *shape[1:])
-        part[0] = 0
-    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(DEVICE)
-    q = random(int(lengths.sum()), num_heads, head_size, dtype=dtype)
-    batch = AttentionBatch(
-        query_starts=starts,
-        context_lens=contexts.to(DEVICE),
-        block_tables=tables,
-        slot_mapping=torch.zeros(len(q), dtype=torch.int64, device=DEVICE),
-        max_query_len=int(lengths.max()),
-        max_context_len=int(contexts.max()),
-    )
-    scale = head_size**-0.5
-    reference = ReferenceOps().paged_attention(q.float(), (cache[0].float(), cache[1].float()), batch, scale)
-    check(ops.paged_attention(q, cache, batch, scale), reference)

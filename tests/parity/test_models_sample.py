@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from omni_async.backend.ops import StepContext, StepRows
+from omni_async.backend.ops import StepContext
 from omni_async.backend.reference.ops import ReferenceOps
 from omni_async.models.registry import ARCHITECTURES
+from tests.support.forward import step_rows_of
 from tests.support.sampling import ask, batch_of
 from tests.support.tiny import SIZES, as_weights, make_reference
 
@@ -19,8 +20,7 @@ def test_sample_draws_from_the_logits() -> None:
     model.load(as_weights(make_reference(CONFIG).state_dict()))
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     batch = batch_of([ask(temperature=0.0), ask(temperature=0.9, seed=5), ask(temperature=0.0)], 320, num_logprobs=2)
-    rows = StepRows(torch.tensor([0]), torch.tensor([0]), torch.tensor([1]), 1, 1, 1)
-    inputs = OPS.prepare(rows, torch.zeros(1, 16).int(), torch.ones(1, 1).int(), 16)
+    inputs = OPS.prepare(step_rows_of([(0, 0, 1)]), torch.zeros(1, 16).int(), torch.ones(1, 1).int(), 16)
     drawn = model.sample(hidden, StepContext(OPS, inputs, [], batch))
     logits = hidden @ make_reference(CONFIG).lm_head.weight.detach().T
     assert drawn.token_ids[[0, 2]].tolist() == logits[[0, 2]].argmax(dim=-1).tolist()

@@ -50,16 +50,8 @@ class Forward:
     @torch.inference_mode()
     def step(self, rows: Rows) -> list[Tensor]:
         """Run one step; returns the logits `[length, V]` of every row."""
-        starts = [self.computed[slot] for slot, _ in rows]
         lengths = [length for _, length in rows]
-        step_rows = StepRows(
-            slots=torch.tensor([slot for slot, _ in rows]),
-            starts=torch.tensor(starts),
-            lengths=torch.tensor(lengths),
-            num_tokens=sum(lengths),
-            max_length=max(lengths),
-            max_context=max(start + length for start, length in zip(starts, lengths, strict=True)),
-        )
+        step_rows = step_rows_of([(slot, self.computed[slot], length) for slot, length in rows])
         inputs = self.ops.prepare(step_rows, self.tokens, self.block_tables, self.block_size)
         context = StepContext(self.ops, inputs, self.caches, None)
         hidden = self.model.forward(self.model.embed(context), context)
@@ -80,6 +72,21 @@ class Forward:
         """Append a token to a sequence."""
         self.tokens[slot, self.lengths[slot]] = token
         self.lengths[slot] += 1
+
+
+def step_rows_of(rows: Sequence[tuple[int, int, int]]) -> StepRows:
+    """Rows of `(slot, start, length)`, all of which draw."""
+    slots, starts, lengths = torch.tensor(rows, dtype=torch.int32).unbind(1)
+    return StepRows(
+        slots=slots,
+        starts=starts,
+        query_starts=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        new_places=torch.full_like(slots, -1),
+        new_blocks=torch.zeros_like(slots),
+        sampled=torch.arange(len(rows), dtype=torch.int32),
+        num_tokens=int(lengths.sum()),
+        single=int(lengths.max()) == 1,
+    )
 
 
 def whole(lengths: Sequence[int]) -> list[Rows]:

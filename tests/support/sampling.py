@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from omni_async.backend.ops import SamplingBatch
@@ -41,13 +40,18 @@ def ask(prompt: Sequence[int] = (0,), answer: Sequence[int] = (), eos: Sequence[
     return Ask(SamplingParams(**params), prompt, answer, eos)  # type: ignore[arg-type]
 
 
+def write(table: SamplingTable, rows: Sequence[tuple[int, RowParams]]) -> None:
+    """What the runner does when sequences take slots."""
+    table.apply(*map(torch.from_numpy, table.pack(rows)))
+
+
 def batch_of(rows: Sequence[Ask], vocab_size: int, num_logprobs: int = -1) -> SamplingBatch:
     """All rows in one batch, in slots of their own; what lies past a row's tokens in the pool is another's."""
     table = SamplingTable(len(rows), vocab_size, torch.device("cpu"))
     made = [row.row(vocab_size) for row in rows]
     slots = list(reversed(range(len(rows))))
-    table.write(slots, made)
-    lengths = np.array([len(row.prompt) + len(row.answer) for row in rows], np.int64)
+    write(table, list(zip(slots, made, strict=True)))
+    lengths = torch.tensor([len(row.prompt) + len(row.answer) for row in rows])
     tokens = torch.full((len(rows), int(lengths.max()) + 3), vocab_size - 1, dtype=torch.int32)
     for slot, row in zip(slots, rows, strict=True):
         known = [*row.prompt, *row.answer]
@@ -55,14 +59,14 @@ def batch_of(rows: Sequence[Ask], vocab_size: int, num_logprobs: int = -1) -> Sa
     union = SamplingNeeds.NONE
     for row_params in made:
         union |= needs(row_params)
-    return table.gather(np.array(slots, np.int64), lengths, tokens, union, num_logprobs)
+    return SamplingBatch(table.tables, tokens, torch.tensor(slots), lengths, union, num_logprobs)
 
 
 def draws_of(params: SamplingParams, vocab_size: int, count: int, eos: Sequence[int] = ()) -> SamplingBatch:
     """One row's batch at `count` successive output indices."""
     row = Ask(params, eos=eos).row(vocab_size)
     table = SamplingTable(1, vocab_size, torch.device("cpu"))
-    table.write([0], [row])
-    lengths = np.arange(count, dtype=np.int64) + row.prompt_len
+    write(table, [(0, row)])
+    lengths = torch.arange(count) + row.prompt_len
     tokens = torch.zeros((1, 1), dtype=torch.int32)
-    return table.gather(np.zeros(count, np.int64), lengths, tokens, needs(row), -1)
+    return SamplingBatch(table.tables, tokens, torch.zeros(count, dtype=torch.int64), lengths, needs(row), -1)

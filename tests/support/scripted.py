@@ -65,7 +65,7 @@ class ScriptedModel:
         starts = batch.query_starts.tolist()
         for row, context in enumerate(batch.context_lens.tolist()):
             at = torch.arange(context)
-            slots = batch.block_tables[row][at // block_size].long() * block_size + at % block_size
+            slots = batch.block_tables[batch.slots[row]][at // block_size].long() * block_size + at % block_size
             ids = (flat[slots] - 1).long().tolist()
             assert -1 not in ids, "the context holds a position that nobody wrote"
             for token in range(starts[row], starts[row + 1]):

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import omni_async
-from omni_async.cli import bench, chat, default_model, generate, main, make_parser
+from omni_async.cli import bench_engine, chat, default_model, flags, generate, main, make_parser
+from omni_async.measure import plot
 from tests.support.engines import EOS, byte_ids, scripted_engine
 from tests.support.scripted import Script, ScriptedModel
 
@@ -26,7 +28,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
 
     def use(*scripts: Script, on_step: Callable[[int], None] = lambda step: None) -> ScriptedModel:
         model = ScriptedModel(scripts, on_step=on_step)
-        for command in (chat, generate, bench):
+        for command in (chat, generate, bench_engine):
             monkeypatch.setattr(command, "make_engine", lambda flags, **_: scripted_engine(model))
         return model
 
@@ -44,7 +46,15 @@ def type_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 # -- help and errors ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["chat", "--help"], ["generate", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["chat", "--help"],
+        ["generate", "--help"],
+        *[["bench", *subject, "--help"] for subject in ([], ["engine"], ["kernels"])],
+    ],
+)
 def test_help_explains_the_exit_codes(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -66,7 +76,9 @@ def test_help_starts_without_torch() -> None:
         ([], "COMMAND"),
         (["talk"], "talk"),
         (["generate", "Hi", "--file", "x"], "not allowed with"),
-        (["bench", "--requests", "0"], "at least 1, got 0"),
+        (["bench"], "SUBJECT"),
+        (["bench", "engine", "--requests", "0"], "at least 1, got 0"),
+        (["bench", "engine", "--load-format", "dummy"], "dummy"),
     ],
 )
 def test_wrong_syntax_exits_with_2(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,14 +294,73 @@ def test_an_error_ends_one_turn_of_a_chat(
 # -- bench --------------------------------------------------------------------------------------------------------
 
 
+BENCH = ["bench", "engine", "--requests", "6", "--prompt-len", "5", "--output-len", "4"]
+
+
 def test_bench_counts_what_it_sent(use: Use, capsys: pytest.CaptureFixture[str]) -> None:
     model = use()
-    flags = ["--requests", "6", "--concurrency", "3", "--prompt-len", "5", "--output-len", "4"]
-    assert main(["bench", *flags, "--json"]) == 0
+    assert main([*BENCH, "--concurrency", "3", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["requests"], figures["concurrency"]) == (6, 3)
     assert figures["output_tokens_per_s"] == pytest.approx(24 / figures["wall_s"])
     assert 0 < figures["first_token_s_median"] <= figures["first_token_s_p99"] < figures["wall_s"]
     assert sum(model.step_tokens) >= 7 * (5 + 3)  # the warm-up's too; the last token of an answer is not computed
-    assert main(["bench", *flags]) == 0
+    assert main([*BENCH, "--concurrency", "3"]) == 0
     assert capsys.readouterr().out.startswith("6 requests, 3 at a time: 5 tokens in, 4 out\n")
+
+
+def test_bench_measures_several_concurrencies_and_draws_them(
+    use: Use, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    use()
+    path = tmp_path / "latency.svg"
+    assert main([*BENCH, "--concurrency", "1", "3", "--json", "--plot", str(path)]) == 0
+    assert [json.loads(line)["concurrency"] for line in capsys.readouterr().out.splitlines()] == [1, 3]
+    assert "</svg>" in path.read_text()
+    assert main([*BENCH, "--plot", str(tmp_path / "latency.txt")]) == 2
+    assert "must end with one of" in capsys.readouterr().err
+
+
+def test_bench_writes_a_trace_of_the_engine_s_threads(use: Use, tmp_path: Path) -> None:
+    model = use()
+    path = tmp_path / "trace.json"
+    assert main([*BENCH, "--trace", str(path)]) == 0
+    assert sum(model.step_tokens) >= 11 * (5 + 3)  # as many requests again as there are callers
+    names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]]
+    assert any(name.startswith("aten::") for name in names)
+
+
+def test_a_trace_that_cannot_be_written_fails(use: Use, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    use()
+    assert main([*BENCH, "--trace", str(tmp_path / "no_folder" / "trace.json")]) == 1
+    assert "no_folder" in capsys.readouterr().err
+
+
+def test_plots_say_which_extra_they_need(
+    use: Use, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = use()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([*BENCH, "--plot", "latency.png"]) == 2
+    assert "install omni-async[plot]" in capsys.readouterr().err
+    assert model.num_steps == 0
+
+
+def test_shares_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot.plot_shares(tmp_path / "shares.svg", "a device", {"norm": 0.5, "attention": 0.9})
+    assert "</svg>" in (tmp_path / "shares.svg").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_bench_kernels_needs_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels"]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_the_load_format_reaches_the_engine() -> None:
+    options = make_parser().parse_args(["bench", "engine", "--load-format", "random", "--model", "x"])
+    assert flags.make_engine(options).options.load_format == "random"
+    options = make_parser().parse_args(["generate", "Hi", "--model", "x"])
+    assert flags.make_engine(options).options.load_format == "auto"

@@ -15,6 +15,7 @@ from transformers import (
 from omni_async.sampling.adjust import adjust
 from omni_async.sampling.filters import lower_bounds
 from omni_async.sampling.params import NO_TOP_K
+from omni_async.sampling.rows import SamplingRows
 from tests.support.sampling import ask, batch_of
 
 Filters = tuple[float, int, float, float]
@@ -80,7 +81,8 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
         ask([5], repetition_penalty=0.6),
         ask([0, 0, 0], [39, 38, 38, 37], repetition_penalty=1.2),
     ]
-    found = adjust(logits, batch_of(rows, 40))
+    batch = batch_of(rows, 40)
+    found = adjust(logits, batch, SamplingRows.of(batch))
     for row, each in enumerate(rows):
         assert each.params.repetition_penalty is not None
         ids = torch.tensor([[*each.prompt, *each.answer]])

@@ -1,15 +1,17 @@
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
 from omni_async import RequestError
-from omni_async.sampling.params import FOREVER, NO_TOP_K, BiasEntry, SamplingNeeds, check, needs, resolve
+from omni_async.backend.ops import SamplingBatch
+from omni_async.sampling.adjust import adjust
+from omni_async.sampling.params import FOREVER, MAX_BIAS, NO_TOP_K, BiasEntry, SamplingNeeds, check, needs, resolve
+from omni_async.sampling.rows import SamplingRows, allowed_mask
 from omni_async.sampling.table import SamplingTable
 from omni_async.types import SamplingParams
-from tests.support.sampling import Ask, Defaults, ask, batch_of
+from tests.support.sampling import Ask, Defaults, ask, batch_of, write
 
 VOCAB = 50
 
@@ -101,50 +103,55 @@ def test_parameters_are_resolved_without_torch() -> None:
 
 def test_the_table_returns_what_was_written() -> None:
     rows = [
-        Ask(SamplingParams(temperature=0.5, top_k=4, top_p=0.75, min_p=0.25, seed=-5), [1, 2], [3], choice=2),
+        Ask(
+            SamplingParams(temperature=0.5, top_k=4, top_p=0.75, min_p=0.25, seed=-5, logprobs=3), [1, 2], [3], choice=2
+        ),
         ask([1], temperature=2, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.5, seed=2**63 + 1),
     ]
-    batch = batch_of(rows, VOCAB)
+    batch = batch_of(rows, VOCAB, num_logprobs=3)
     assert batch.slots.tolist() == [1, 0]
-    assert batch.temperature.tolist() == [0.5, 2.0]
-    assert batch.top_k.tolist() == [4, NO_TOP_K]
-    assert (batch.top_p.tolist(), batch.min_p.tolist()) == ([0.75, 1.0], [0.25, 0.0])
-    assert batch.repetition_penalty.tolist() == [1.0, 1.5]
-    assert (batch.presence_penalty.tolist(), batch.frequency_penalty.tolist()) == ([0.0, 0.5], [0.0, -0.5])
-    assert batch.seed.tolist() == [-5, -(2**63) + 1]
-    assert (batch.choice.tolist(), batch.prompt_lens.tolist(), batch.lengths.tolist()) == ([2, 0], [2, 1], [3, 1])
-    assert batch.max_length == 3
-    assert (batch.has_penalties, batch.has_bias, batch.has_filters, batch.has_random) == (True, False, True, True)
-    assert batch.bias_ids.shape == batch.bias_values.shape == batch.bias_until.shape == (2, 0)
-    assert batch.allowed.shape == (2, 0)
+    found = SamplingRows.of(batch)
+    assert found.temperature.tolist() == [0.5, 2.0]
+    assert found.top_k.tolist() == [4, NO_TOP_K]
+    assert (found.top_p.tolist(), found.min_p.tolist()) == ([0.75, 1.0], [0.25, 0.0])
+    assert found.repetition_penalty.tolist() == [1.0, 1.5]
+    assert (found.presence_penalty.tolist(), found.frequency_penalty.tolist()) == ([0.0, 0.5], [0.0, -0.5])
+    assert found.seed.tolist() == [-5, -(2**63) + 1]
+    assert (found.choice.tolist(), found.prompt_lens.tolist(), found.lengths.tolist()) == ([2, 0], [2, 1], [3, 1])
+    assert batch.needs == SamplingNeeds.PENALTIES | SamplingNeeds.FILTERS | SamplingNeeds.RANDOM
+    assert batch.tables.num_bias.tolist() == batch.tables.restricted.tolist() == [0, 0]
+    assert batch.tables.num_logprobs[batch.slots].tolist() == [3, -1]
 
 
 def test_a_reused_slot_keeps_nothing_of_its_last_owner() -> None:
     table = SamplingTable(3, VOCAB, torch.device("cpu"))
     biased = ask(logit_bias=dict.fromkeys(range(20), 1.0), allowed_token_ids=[3, 4]).row(VOCAB)
     other = ask(logit_bias={5: 2.0}, allowed_token_ids=[6]).row(VOCAB)
-    plain = ask().row(VOCAB)
-    tokens = torch.zeros((3, 4), dtype=torch.int32)
+    write(table, [(1, biased)])
+    write(table, [(0, other), (1, ask().row(VOCAB))])
     everything = SamplingNeeds.BIAS | SamplingNeeds.ALLOWED
+    tokens = torch.zeros((3, 4), dtype=torch.int32)
+    batch = SamplingBatch(table.tables, tokens, torch.tensor([1, 0]), torch.tensor([1, 2]), everything, -1)
+    assert table.tables.num_bias.tolist() == [1, 0, 0]
+    assert table.tables.bias_ids[0, :1].tolist() == [5]
+    assert table.tables.bias_until[0, :1].tolist() == [FOREVER]
+    allowed = allowed_mask(batch, VOCAB)
+    assert allowed[0].all()
+    assert allowed[1].nonzero().tolist() == [[6]]
+    logits = torch.zeros((2, VOCAB))
+    changed = adjust(logits, batch, SamplingRows.of(batch))
+    assert torch.equal(changed[0], logits[0])
+    assert changed[1, 6] == 0
+    assert changed[1].isfinite().sum() == 1
 
-    table.write([1], [biased])
-    table.write([0, 1], [other, plain])
-    batch = table.gather(np.array([1, 0]), np.array([1, 2]), tokens, everything, -1)
-    assert batch.bias_ids.tolist() == [[-1], [5]]
-    assert batch.bias_values[1].tolist() == [2.0]
-    assert batch.bias_until[1].tolist() == [FOREVER]
-    assert batch.allowed[0].all()
-    assert batch.allowed[1].nonzero().tolist() == [[6]]
 
-    table.write([], [])
-    assert table.gather(np.array([2]), np.array([1]), tokens, SamplingNeeds.NONE, -1).allowed.shape == (1, 0)
-
-
-def test_lists_of_bias_grow() -> None:
-    table = SamplingTable(2, 5000, torch.device("cpu"))
-    tokens = torch.zeros((2, 4), dtype=torch.int32)
-    table.write([0], [ask(logit_bias={7: 1.0}).row(5000)])
-    table.write([1], [ask(logit_bias={i: float(i) for i in range(1, 1025)}).row(5000)])
-    batch = table.gather(np.array([0, 1]), np.array([1, 1]), tokens, SamplingNeeds.BIAS, -1)
-    assert batch.bias_ids[0, :2].tolist() == [7, -1]
-    assert batch.bias_ids[1].tolist() == batch.bias_values[1].tolist() == list(range(1, 1025))
+def test_lists_of_bias_have_a_limit() -> None:
+    vocab_size = 5000
+    table = SamplingTable(2, vocab_size, torch.device("cpu"))
+    most = {i: float(i) for i in range(1, MAX_BIAS + 1)}
+    write(table, [(0, ask(logit_bias={7: 1.0}).row(vocab_size)), (1, ask(logit_bias=most).row(vocab_size))])
+    assert table.tables.num_bias.tolist() == [1, MAX_BIAS]
+    assert table.tables.bias_ids[0, :2].tolist() == [7, 0]
+    assert table.tables.bias_ids[1].tolist() == table.tables.bias_values[1].tolist() == list(most)
+    with pytest.raises(RequestError, match="1025 entries; the limit is 1024"):
+        ask(logit_bias=most, min_tokens=1, stop_token_ids=[0]).row(vocab_size)

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from omni_async_kernels.launch import launch
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -28,8 +30,19 @@ def _rms_norm_kernel(
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, y: Tensor, total: Tensor, eps: float, *, add: bool) -> None:
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
-    _rms_norm_kernel[(x.numel() // size,)](
-        x, residual, weight, y, total, size, eps, ADD=add, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+    launch(
+        _rms_norm_kernel,
+        (x.numel() // size,),
+        x,
+        residual,
+        weight,
+        y,
+        total,
+        size,
+        eps,
+        ADD=add,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
     )
 
 

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from omni_async_kernels.launch import launch
+
 HEADS = 8
 """Heads of one program."""
 
@@ -122,7 +124,9 @@ def rotate_and_cache(
         return q
     rest = head_size - 2 * half
     total = num_heads + 2 * num_kv_heads
-    _rotate_and_cache_kernel[(len(qkv), triton.cdiv(total, HEADS))](
+    launch(
+        _rotate_and_cache_kernel,
+        (len(qkv), triton.cdiv(total, HEADS)),
         qkv,
         positions,
         cos,

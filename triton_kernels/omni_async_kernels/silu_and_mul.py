@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from omni_async_kernels.launch import launch
+
 BLOCK = 1024
 
 
@@ -24,5 +26,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty((len(gate_up), size))
     if out.numel():
-        _silu_and_mul_kernel[(len(gate_up), triton.cdiv(size, BLOCK))](gate_up, out, size, BLOCK=BLOCK, num_warps=4)
+        launch(
+            _silu_and_mul_kernel, (len(gate_up), triton.cdiv(size, BLOCK)), gate_up, out, size, BLOCK=BLOCK, num_warps=4
+        )
     return out

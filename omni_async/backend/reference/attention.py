@@ -76,7 +76,7 @@ def _decode_group(batch: AttentionBatch, rows: Tensor, block_size: int, dtype: t
     max_blocks = -(-int(contexts.max()) // block_size)
     first = torch.arange(max_blocks, device=rows.device) * block_size
     owned = first < contexts[:, None]
-    blocks = batch.block_tables[rows, :max_blocks].where(owned, 0)
+    blocks = batch.block_tables[batch.slots[rows], :max_blocks].long().where(owned, 0)
     visible = torch.arange(max_blocks * block_size, device=rows.device) < contexts[:, None]
     stale = owned.repeat_interleave(block_size, dim=1) & ~visible
     mask = torch.zeros(visible.shape, dtype=dtype, device=rows.device).masked_fill_(~visible, float("-inf"))
@@ -91,13 +91,14 @@ def _decode_group(batch: AttentionBatch, rows: Tensor, block_size: int, dtype: t
 def _prefill_pieces(batch: AttentionBatch, row: int, block_size: int) -> list[PrefillRow]:
     first, last = batch.query_starts[row : row + 2].tolist()
     context = int(batch.context_lens[row])
+    blocks = batch.block_tables[batch.slots[row], : -(-context // block_size)].long()
     # A row at the start of its context needs no mask of its own, so it is not cut.
     step = MAX_MASKED_QUERIES if context > last - first else last - first
     pieces = []
     for start in range(first, last, step):
         end = min(start + step, last)
         seen = context - (last - end)
-        pieces.append(PrefillRow(start, end, batch.block_tables[row, : -(-seen // block_size)], seen))
+        pieces.append(PrefillRow(start, end, blocks[: -(-seen // block_size)], seen))
     return pieces
 
 

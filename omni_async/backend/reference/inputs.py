@@ -7,25 +7,29 @@ from omni_async.backend.ops import AttentionBatch, StepInputs, StepRows
 
 
 def prepare(rows: StepRows, tokens: Tensor, block_tables: Tensor, block_size: int) -> StepInputs:
-    """See `Ops.prepare`."""
-    device = tokens.device
-    query_starts = torch.nn.functional.pad(rows.lengths.cumsum(0), (1, 0))
-    row_of = torch.repeat_interleave(
-        torch.arange(len(rows.slots), device=device), rows.lengths, output_size=rows.num_tokens
-    )
-    offsets = rows.starts - query_starts[:-1]
-    positions = torch.arange(rows.num_tokens, device=device) + offsets[row_of]
-    slots = rows.slots[row_of]
+    """See `Ops.prepare`; padding is for backends whose steps are captured, and is not handled here."""
+    row_slots, query_starts, starts = rows.slots.long(), rows.query_starts.long(), rows.starts.long()
+    lengths = query_starts.diff()
+    gaining = (rows.new_places >= 0).nonzero()[:, 0]
+    block_tables[row_slots[gaining], rows.new_places[gaining].long()] = rows.new_blocks[gaining]
+    row_of = torch.repeat_interleave(lengths, output_size=rows.num_tokens)
+    positions = torch.arange(rows.num_tokens, device=tokens.device) + (starts - query_starts[:-1])[row_of]
+    slots = row_slots[row_of]
     blocks = block_tables[slots, positions // block_size].long()
+    context_lens = starts + lengths
+    sampled = rows.sampled.long()
     return StepInputs(
         token_ids=tokens[slots, positions].long(),
         positions=positions,
         attention=AttentionBatch(
+            slots=row_slots,
             query_starts=query_starts,
-            context_lens=rows.starts + rows.lengths,
-            block_tables=block_tables[rows.slots, : -(-rows.max_context // block_size)].long(),
+            context_lens=context_lens,
+            block_tables=block_tables,
             slot_mapping=blocks * block_size + positions % block_size,
-            max_query_len=rows.max_length,
-            max_context_len=rows.max_context,
+            single=rows.single,
         ),
+        sampled_tokens=query_starts[1:][sampled] - 1,
+        sampled_slots=row_slots[sampled],
+        sampled_lengths=context_lens[sampled],
     )

@@ -1,5 +1,7 @@
 """The operations in plain torch: the specification of every other backend, and what CPU users run."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
@@ -29,6 +31,15 @@ class ReferenceOps:
         # All layers of a step share one batch, hence one plan.
         self._planned: tuple[AttentionBatch, AttentionPlan] | None = None
 
+    @property
+    def capturable(self) -> bool:
+        """See `Ops.capturable`: attention, experts and sampling choose their work on the host."""
+        return False
+
+    def compiling(self) -> AbstractContextManager[object]:
+        """See `Ops.compiling`: nothing is compiled here."""
+        return nullcontext()
+
     def prepare(self, rows: StepRows, tokens: Tensor, block_tables: Tensor, block_size: int) -> StepInputs:
         """See `Ops.prepare`."""
         return prepare(rows, tokens, block_tables, block_size)
@@ -49,6 +60,25 @@ class ReferenceOps:
         """See `Ops.add_rms_norm`."""
         total = x + residual
         return F.rms_norm(total, weight.shape, weight, eps), total
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        gated: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.norm_linear`."""
+        if residual is None:
+            normed, total = self.rms_norm(x, norm_weight, eps), x
+        else:
+            normed, total = self.add_rms_norm(x, residual, norm_weight, eps)
+        product = self.linear(normed, weight, bias)
+        return (self.silu_and_mul(product) if gated else product), total
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.silu_and_mul`."""
@@ -84,6 +114,12 @@ class ReferenceOps:
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
         """See `Ops.sample`."""
         return sampling.sample(logits, batch)
+
+    def append(self, drawn: Sampled, batch: SamplingBatch) -> Tensor:
+        """See `Ops.append`."""
+        ids = drawn.token_ids.int()
+        batch.tokens[batch.slots, batch.lengths] = ids.where(drawn.finite, 0)
+        return ids.where(drawn.finite, -1)
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
         """See `Ops.logprobs`."""

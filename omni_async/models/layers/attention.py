@@ -62,11 +62,14 @@ class Attention:
             self._norms = {"q_norm.": query, "k_norm.": key}
             self._head_norm = HeadNorm(query.weight, key.weight, shape.head_norm_eps)
 
-    def __call__(self, x: Tensor, step: StepContext, layer: int) -> Tensor:
-        """`[T, H]` -> `[T, H]`; writes the layer's keys and values to its cache."""
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm, step: StepContext, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """Of the norm of `x + residual`, `[T, H]` -> `[T, H]`, and the sum; writes the layer's keys and values."""
         ops, inputs, cache = step.ops, step.inputs, step.caches[layer]
+        qkv, residual = self.qkv.after_norm(x, residual, norm, ops)
         queries = ops.rotate_and_cache(
-            self.qkv(x, ops),
+            qkv,
             inputs.positions,
             self._rotary,
             self._head_norm,
@@ -75,7 +78,7 @@ class Attention:
             self._num_heads,
         )
         attended = ops.paged_attention(queries, cache, inputs.attention, self._scale)
-        return self.output(attended.flatten(1), ops)
+        return self.output(attended.flatten(1), ops), residual
 
     def destinations(self, prefix: str) -> Destinations:
         """Where the checkpoint's tensors belong."""

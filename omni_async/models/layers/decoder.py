@@ -13,7 +13,7 @@ from omni_async.models.layers.weights import Destinations
 
 
 class DecoderLayer:
-    """One layer. Each norm also does the residual addition before it, so the next layer's first norm ends this one."""
+    """One layer. What a block computes is added to the residual stream at the norm before the next block."""
 
     def __init__(
         self,
@@ -30,11 +30,10 @@ class DecoderLayer:
         self.inner_norm = RMSNorm(hidden_size, norm_eps, dtype=dtype, device=device)
         self.feed_forward = feed_forward
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepContext, layer: int) -> tuple[Tensor, Tensor]:
-        """Take normed `[T, H]` and the residual stream; return what is to be added, and the stream."""
-        x = self.attention(x, step, layer)
-        x, residual = self.inner_norm.add(x, residual, step.ops)
-        return self.feed_forward(x, step.ops), residual
+    def __call__(self, x: Tensor, residual: Tensor | None, step: StepContext, layer: int) -> tuple[Tensor, Tensor]:
+        """What is to be added `[T, H]` and the residual stream, before the layer -> the same after it."""
+        x, residual = self.attention(x, residual, self.input_norm, step, layer)
+        return self.feed_forward(x, residual, self.inner_norm, step.ops)
 
     def destinations(self, prefix: str) -> Destinations:
         """Where the checkpoint's tensors belong."""
@@ -74,11 +73,12 @@ class Decoder:
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """`[T, H]` -> `[T, H]`, normed."""
-        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        residual, x = x, self.layers[0].input_norm(x, step.ops)
-        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+        residual: Tensor | None = None
+        for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, step, index)
-            x, residual = next_norm.add(x, residual, step.ops)
+        if residual is None:
+            raise ValueError("a decoder has at least one layer")
+        x, _ = self.norm(x, residual, step.ops)
         return x
 
     def destinations(self, prefix: str) -> Destinations:

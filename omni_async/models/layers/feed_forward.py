@@ -8,14 +8,15 @@ from torch import Tensor
 
 from omni_async.backend.ops import Ops
 from omni_async.models.layers.linear import Linear
+from omni_async.models.layers.norm import RMSNorm
 from omni_async.models.layers.weights import Destinations
 
 
 class FeedForward(Protocol):
     """The second half of a decoder layer."""
 
-    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
-        """`[T, H]` -> `[T, H]`."""
+    def __call__(self, x: Tensor, residual: Tensor, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
+        """Of the norm of `x + residual`, `[T, H]` -> `[T, H]`, and the sum."""
         ...
 
     def destinations(self, prefix: str) -> Destinations:
@@ -33,9 +34,10 @@ class GatedMLP:
         self.gate_up = Linear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
         self.down = Linear(inner_size, {"down_proj": hidden_size}, bias=bias, dtype=dtype, device=device)
 
-    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
-        """`[T, H]` -> `[T, H]`."""
-        return self.down(ops.silu_and_mul(self.gate_up(x, ops)), ops)
+    def __call__(self, x: Tensor, residual: Tensor, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
+        """See `FeedForward`."""
+        inner, residual = self.gate_up.after_norm(x, residual, norm, ops, gated=True)
+        return self.down(inner, ops), residual
 
     def destinations(self, prefix: str) -> Destinations:
         """Where the checkpoint's tensors belong."""
@@ -63,9 +65,11 @@ class MixtureOfExperts:
         self.gate_up = torch.empty((num_experts, 2 * inner_size, hidden_size), dtype=dtype, device=device)
         self.down = torch.empty((num_experts, hidden_size, inner_size), dtype=dtype, device=device)
 
-    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
-        """`[T, H]` -> `[T, H]`."""
-        return ops.moe(x, self.router(x, ops), self.gate_up, self.down, self._top_k, self._renormalise)
+    def __call__(self, x: Tensor, residual: Tensor, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
+        """See `FeedForward`."""
+        x, residual = norm(x, residual, ops)
+        scores = self.router(x, ops)
+        return ops.moe(x, scores, self.gate_up, self.down, self._top_k, self._renormalise), residual
 
     def destinations(self, prefix: str) -> Destinations:
         """Where the checkpoint's tensors, three for each expert, belong."""

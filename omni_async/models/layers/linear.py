@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from omni_async.backend.ops import Ops
+from omni_async.models.layers.norm import RMSNorm
 from omni_async.models.layers.weights import Destinations
 
 
@@ -23,6 +24,12 @@ class Linear:
     def __call__(self, x: Tensor, ops: Ops) -> Tensor:
         """`[T, I]` -> `[T, O]`."""
         return ops.linear(x, self.weight, self.bias)
+
+    def after_norm(
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm, ops: Ops, *, gated: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The product with the norm of `x + residual`, and the sum; `gated`: with `silu(gate) * up` of its halves."""
+        return ops.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, gated=gated)
 
     def destinations(self, prefix: str) -> Destinations:
         """Where the checkpoint's matrices and biases belong."""

@@ -1,0 +1,1 @@
+"""Measuring the engine and the device: ceilings, kernels, traces, plots."""

@@ -1,0 +1,294 @@
+"""Products with few rows against the plain composition: on a CUDA device if there is one, else in the interpreter.
+
+Outputs hold NaN before each call; the interpreter multiplies bfloat16 wrongly, so that is for the device.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from omni_async_kernels import linear_tiles
+from omni_async_kernels.linear import linear, product
+from omni_async_kernels.linear_parts import Norm
+from omni_async_kernels.linear_tiles import Tile, read_tuned, tiles
+from omni_async_kernels.norm_linear import norm_linear
+from torch import Tensor
+
+from omni_async.backend.reference.ops import ReferenceOps
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+EPS = 1e-6
+TILE = Tile(rows=16, block_k=64, num_warps=4, num_stages=2)
+on_device = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=[str(dtype).removeprefix("torch.") for dtype in DTYPES])
+
+pytestmark = [
+    # Triton's interpreter makes the bounds of a loop from arrays of one element.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    # Asked for only to have outputs filled with NaN.
+    pytest.mark.filterwarnings("ignore:Deterministic behavior was enabled:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+
+def random_weight(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Of a size that keeps the product's values near 1."""
+    return (random(num_rows, size, dtype=torch.float32, seed=7) * size**-0.5).to(dtype)
+
+
+def expected_norm_linear(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, gated: bool
+) -> tuple[Tensor, Tensor]:
+    ops = ReferenceOps()
+    if residual is None:
+        normed, total = ops.rms_norm(x, norm_weight, EPS), x
+    else:
+        normed, total = ops.add_rms_norm(x, residual, norm_weight, EPS)
+    y = ops.linear(normed, weight, bias)
+    return ops.silu_and_mul(y) if gated else y, total
+
+
+def check(ours: Tensor, reference: Tensor, tolerance: float | None = None) -> None:
+    assert ours.dtype == reference.dtype
+    assert ours.shape == reference.shape
+    assert ours.isfinite().all()
+    error = (ours.float() - reference.float()).norm() / reference.float().norm()
+    assert error < (tolerance or TOLERANCE[ours.dtype])
+
+
+# -- both kernels, whatever the rule would choose -------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 16, 17, 70])
+@pytest.mark.parametrize(("num_columns", "size"), [(5, 64), (37, 576)])
+def test_the_product_is_that_of_the_reference(num_columns: int, size: int, num_tokens: int, dtype: torch.dtype) -> None:
+    x, weight = random(num_tokens, size, dtype=dtype), random_weight(num_columns, size, dtype)
+    bias = random(num_columns, dtype=dtype)
+    check(product(x, weight, None, TILE), ReferenceOps().linear(x, weight))
+    check(product(x, weight, bias, TILE), ReferenceOps().linear(x, weight, bias))
+
+
+@each_dtype
+@pytest.mark.parametrize("num_tokens", [1, 3, 17])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+@pytest.mark.parametrize(("num_columns", "size"), [(6, 64), (20, 200)])
+def test_a_norm_within_the_product(
+    num_columns: int, size: int, added: bool, gated: bool, num_tokens: int, dtype: torch.dtype
+) -> None:
+    x, weight = random(num_tokens, size, dtype=dtype) * 20, random_weight(2 * num_columns, size, dtype)
+    norm_weight, bias = random(size, dtype=dtype) + 1, random(2 * num_columns, dtype=dtype)
+    residual = random(num_tokens, size, dtype=dtype, seed=1) if added else None
+    before = x.clone(), None if residual is None else residual.clone()
+    total = None if residual is None else torch.empty_like(x)
+    y = product(x, weight, bias, TILE, norm=Norm(norm_weight, EPS, residual, total), gated=gated)
+    expected_y, expected_total = expected_norm_linear(x, residual, norm_weight, weight, bias, gated)
+    check(y, expected_y)
+    assert torch.equal(x, before[0])
+    if residual is not None:
+        assert total is not None
+        assert torch.equal(total, expected_total)
+        assert torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("num_columns", [1, 3, 100])
+@pytest.mark.parametrize("tile", [Tile(4, 64, 1), Tile(2, 128, 2), Tile(1, 1024, 4)], ids=str)
+def test_one_row_in_any_tile(tile: Tile, num_columns: int) -> None:
+    """More blocks than programs and fewer: each block of the sum is written by one of them."""
+    x, residual = random(1, 576, dtype=torch.float32), random(1, 576, dtype=torch.float32, seed=1)
+    norm_weight, weight = random(576, dtype=torch.float32), random_weight(num_columns, 576, torch.float32)
+    total = torch.empty_like(x)
+    y = product(x, weight, None, tile, norm=Norm(norm_weight, EPS, residual, total))
+    expected_y, expected_total = expected_norm_linear(x, residual, norm_weight, weight, None, False)
+    check(y, expected_y)
+    assert torch.equal(total, expected_total)
+
+
+@each_dtype
+def test_rows_do_not_affect_each_other(dtype: torch.dtype) -> None:
+    x, residual = random(5, 96, dtype=dtype), random(5, 96, dtype=dtype, seed=1)
+    norm_weight, weight = random(96, dtype=dtype), random_weight(24, 96, dtype)
+
+    def run() -> Tensor:
+        norm = Norm(norm_weight, EPS, residual, torch.empty_like(x))
+        return product(x, weight, None, TILE, norm=norm, gated=True)
+
+    before = run()
+    x[[0, 1, 4]] = torch.nan
+    after = run()
+    assert torch.equal(after[2:4], before[2:4])
+    assert after[[0, 1, 4]].isnan().all()
+
+
+# -- what the rule and the table choose -----------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 5, 20])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+def test_norm_linear(added: bool, gated: bool, num_tokens: int, dtype: torch.dtype) -> None:
+    x, weight = random(num_tokens, 48, dtype=dtype), random_weight(40, 48, dtype)
+    norm_weight = random(48, dtype=dtype) + 1
+    residual = random(num_tokens, 48, dtype=dtype, seed=1) if added else None
+    y, total = norm_linear(x, residual, norm_weight, EPS, weight, gated=gated)
+    if num_tokens:
+        expected_y, expected_total = expected_norm_linear(x, residual, norm_weight, weight, None, gated)
+        check(y, expected_y)
+        assert torch.equal(total, expected_total)
+    else:
+        assert y.shape == (0, 20 if gated else 40)
+        assert total.shape == x.shape
+    assert (total is x) is not added
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_float16_does_not_overflow_before_the_norm_divides(num_tokens: int) -> None:
+    x = random(num_tokens, 64, dtype=torch.float16) * 4000
+    norm_weight, weight = torch.full_like(x[0], 50), random_weight(8, 64, torch.float16)
+    y, _ = norm_linear(x, None, norm_weight, EPS, weight, gated=False)
+    check(y, expected_norm_linear(x, None, norm_weight, weight, None, False)[0])
+
+
+@each_dtype
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 20])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_linear(out_dtype: torch.dtype | None, num_tokens: int, dtype: torch.dtype) -> None:
+    x, weight, bias = random(num_tokens, 48, dtype=dtype), random_weight(40, 48, dtype), random(40, dtype=dtype)
+    y = linear(x, weight, bias, out_dtype)
+    if not num_tokens:
+        assert (y.shape, y.dtype) == ((0, 40), out_dtype or dtype)
+    elif out_dtype is None:
+        check(y, ReferenceOps().linear(x, weight, bias))
+    else:  # not rounded to the run dtype on the way
+        check(y, ReferenceOps().linear(x.float(), weight.float(), bias.float()), 2e-5)
+
+
+@pytest.mark.parametrize("fuse_norm", [False, True])
+def test_the_table_comes_before_the_rule(fuse_norm: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tile = {"rows": 32, "block_k": 16, "num_warps": 2, "num_stages": 2, "fuse_norm": fuse_norm}
+    key = {"kind": "norm_linear_gated", "tokens": 32, "rows": 40, "size": 48}
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps([{**key, "tile": tile}, {**key, "tokens": 16, "tile": None}]))
+    table = read_tuned(path)
+    monkeypatch.setattr(linear_tiles, "_TUNED", table)
+    assert tiles("norm_linear_gated", 20, 40, 48, 2) == Tile(**tile)
+    assert tiles("norm_linear_gated", 32, 40, 48, 2) == Tile(**tile)
+    assert tiles("norm_linear_gated", 9, 40, 48, 2) is None
+    assert tiles("norm_linear_gated", 8, 40, 48, 2) is not None
+    assert tiles("norm_linear", 16, 40, 48, 2) is not None
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    norm_weight, weight = random(48, dtype=dtype), random_weight(40, 48, dtype)
+    for num_tokens in (16, 20):
+        x, residual = random(num_tokens, 48, dtype=dtype), random(num_tokens, 48, dtype=dtype, seed=1)
+        y, total = norm_linear(x, residual, norm_weight, EPS, weight, gated=True)
+        expected_y, expected_total = expected_norm_linear(x, residual, norm_weight, weight, None, True)
+        check(y, expected_y)
+        assert torch.equal(total, expected_total)
+
+
+SHAPES = [
+    (6144, 4096),
+    (4096, 12288),
+    (24576, 4096),
+    (4096, 1024),
+    (1024, 2048),
+    (6144, 1024),
+    (1024, 3072),
+    (128, 2048),
+]
+
+
+@pytest.mark.parametrize(("num_rows", "size"), SHAPES)
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("kind", ["linear", "norm_linear", "norm_linear_gated"])
+def test_the_rule_fits_the_device(kind: linear_tiles.Kind, element_size: int, num_rows: int, size: int) -> None:
+    for num_tokens in (1, 2, 4, 8, 16):
+        tile = tiles(kind, num_tokens, num_rows, size, element_size)
+        if element_size == 4 and num_tokens > 1:
+            assert tile is None
+            continue
+        assert tile is not None
+        parts = 2 if kind == "norm_linear_gated" else 1
+        weights = parts * tile.rows * tile.block_k * element_size
+        if num_tokens == 1:  # in registers: at most 128 bytes a thread, or one row
+            assert weights <= 128 * 32 * tile.num_warps or tile.rows == 1
+        else:
+            assert tile.num_stages * (weights + 2 * 16 * tile.block_k * element_size) < 227 * 1024
+        programs = -(-num_rows // parts // tile.rows)
+        assert programs >= 64 or tile.rows == (1 if num_tokens == 1 else 16)
+
+
+# -- on the device --------------------------------------------------------------------------------------------------
+
+
+@on_device
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 7, 16, 33, 64])
+@pytest.mark.parametrize(("num_rows", "size"), [*SHAPES, (151936, 1024)])
+def test_true_shapes(num_rows: int, size: int, num_tokens: int) -> None:
+    x, residual = random(num_tokens, size, dtype=torch.bfloat16), random(num_tokens, size, dtype=torch.bfloat16, seed=1)
+    norm_weight = random(size, dtype=torch.bfloat16) + 1
+    weight, bias = random_weight(num_rows, size, torch.bfloat16), random(num_rows, dtype=torch.bfloat16)
+    check(linear(x, weight, bias), ReferenceOps().linear(x, weight, bias))
+    for gated in (False, True):
+        y, total = norm_linear(x, residual, norm_weight, EPS, weight, gated=gated)
+        expected_y, expected_total = expected_norm_linear(x, residual, norm_weight, weight, None, gated)
+        check(y, expected_y)
+        assert torch.equal(total, expected_total)
+
+
+@on_device
+@pytest.mark.parametrize("num_tokens", [16, 64])
+def test_our_product_at_many_rows(num_tokens: int) -> None:
+    """Where the rule would take torch's, or norm first."""
+    tile = Tile(64, 128, num_warps=4, num_stages=3)
+    x, residual = random(num_tokens, 1024, dtype=torch.bfloat16), random(num_tokens, 1024, dtype=torch.bfloat16, seed=1)
+    norm_weight, weight = random(1024, dtype=torch.bfloat16), random_weight(6144, 1024, torch.bfloat16)
+    for gated in (False, True):
+        y = product(x, weight, None, tile, norm=Norm(norm_weight, EPS, residual, torch.empty_like(x)), gated=gated)
+        check(y, expected_norm_linear(x, residual, norm_weight, weight, None, gated)[0])
+
+
+@on_device
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 4, 16])
+def test_a_chain_of_products_in_a_graph(num_tokens: int, pdl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch reads what the one before wrote, and an input is overwritten before each replay."""
+    monkeypatch.setattr(linear_tiles, "PDL", pdl)
+    x, norm_weight = random(num_tokens, 1024, dtype=torch.bfloat16), random(1024, dtype=torch.bfloat16) * 0.1 + 1
+    gate_up, down = random_weight(6144, 1024, torch.bfloat16), random_weight(1024, 3072, torch.bfloat16)
+
+    def chain() -> Tensor:
+        y, total = x, torch.zeros_like(x)
+        for _ in range(8):
+            activated, total = norm_linear(y, total, norm_weight, EPS, gate_up, gated=True)
+            y = linear(activated, down)
+        return y + total
+
+    torch.cuda.synchronize()
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = chain()
+    for seed in (3, 4, 5):
+        x.copy_(random(num_tokens, 1024, dtype=torch.bfloat16, seed=seed))
+        graph.replay()
+        monkeypatch.setattr(linear_tiles, "PDL", False)
+        assert torch.equal(replayed, chain())

@@ -1,0 +1,87 @@
+"""How attention is cut into work: tiles by shape and type, splits of a context by the number of rows."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+NUM_SMS = 132
+"""Multiprocessors of the device that the sizes were chosen for; another number costs speed only."""
+
+SHORT_TOKENS = 8
+"""Rows of at most so many tokens are cut along their context, longer ones along their tokens."""
+
+MIN_SPLIT = 256
+"""Positions below which a context is not cut: joining the parts would cost more than reading them together."""
+
+SPLIT_MULTIPLE = 128
+"""Splits are multiples of this."""
+
+LEAST_MAX_SPLITS, MOST_MAX_SPLITS = 2, 256
+"""With many rows, a long one still spreads over several programs; with few, joining stays small."""
+
+SHORT_TILE_BYTES = 16384
+"""Of keys, and as many of values, that a program for short rows reads at once."""
+
+SHORT_STAGES = 4
+SHORT_PROGRAMS_PER_SM = 2
+"""Each has up to three tiles of keys and values on their way: 192 KiB for a multiprocessor."""
+
+JOINED_VALUES = 8192
+"""Values of partial results that a program holds at once when it joins them."""
+
+PDL = False
+"""Whether the launches may overlap the end of the kernel before (programmatic dependent launch, sm_90).
+
+The lists of work are then read before that kernel has ended: it must not be the one that makes them.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program computes at once, and how many of them share a multiprocessor."""
+
+    queries: int
+    """Tokens times the query heads that share a key head."""
+    keys: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+LONG_TILE = Tile(queries=128, keys=128, num_warps=8, num_stages=3, programs_per_sm=1)
+"""For heads of at most 128 in types of two bytes."""
+
+LONG_TILE_LARGE_HEAD = Tile(queries=128, keys=64, num_warps=8, num_stages=2, programs_per_sm=1)
+"""For larger heads."""
+
+LONG_TILE_FLOAT32 = Tile(queries=32, keys=32, num_warps=4, num_stages=2, programs_per_sm=2)
+"""Float32 has no matrix unit."""
+
+
+def padded_head(head_size: int) -> int:
+    """The head size that a tile is computed with."""
+    return int(max(triton.next_power_of_2(head_size), 16))
+
+
+def long_tile(head_size: int, dtype: torch.dtype) -> Tile:
+    """The tile of rows that are cut along their tokens."""
+    if dtype == torch.float32:
+        return LONG_TILE_FLOAT32
+    return LONG_TILE if head_size <= 128 else LONG_TILE_LARGE_HEAD
+
+
+def short_tile(group: int, tokens: int, head_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Tile:
+    """The tile of rows of at most `tokens` tokens, `group` query heads for each key head."""
+    queries = max(triton.next_power_of_2(group * tokens), 16)
+    num_warps = 4 if queries <= 64 else 8
+    if dtype == torch.float32:
+        return Tile(queries, 32, num_warps, 2, SHORT_PROGRAMS_PER_SM)
+    keys = SHORT_TILE_BYTES // (padded_head(head_size) * cache_dtype.itemsize)
+    return Tile(queries, min(max(keys, 32), 128), num_warps, SHORT_STAGES, SHORT_PROGRAMS_PER_SM)
+
+
+def max_splits(num_rows: int, num_kv_heads: int) -> int:
+    """The most splits of one context: few rows together fill the device once."""
+    fill = NUM_SMS * SHORT_PROGRAMS_PER_SM // max(num_rows * num_kv_heads, 1)
+    return min(max(fill, LEAST_MAX_SPLITS), MOST_MAX_SPLITS)
