@@ -3,8 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from omni_async.errors import EngineStateError
 
@@ -17,51 +16,92 @@ class Post(Protocol):
         ...
 
 
-class Waiter(NamedTuple):
-    """A task that waits on some event loop, for a future or an event of that loop's own kind: the quickest way."""
+class Waiter(Protocol):
+    """A task that waits on some event loop."""
 
-    loop: object
-    """The loop's identity."""
-    post: Post
-    set: Callable[[], None]
-    """Ends the waiting; on the loop."""
-    wait: Callable[[], Awaitable[None]]
+    @property
+    def loop(self) -> object:
+        """The loop's identity."""
+        ...
 
-    @classmethod
-    def here(cls) -> "Waiter":
-        """A waiter on the running event loop.
+    @property
+    def post(self) -> Post:
+        """How to reach the loop."""
+        ...
 
-        Raises:
-            EngineStateError: no event loop of a supported kind is running on this thread.
-        """
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            return cls._on_trio()
-        future: asyncio.Future[None] = loop.create_future()
-        return cls(loop, loop.call_soon_threadsafe, partial(_resolve, future), partial(_pass, future))
+    def set(self) -> None:
+        """End the waiting; on the loop."""
+        ...
 
-    @classmethod
-    def _on_trio(cls) -> "Waiter":
+    def wait(self) -> Awaitable[None]:
+        """Wait for `set`."""
+        ...
+
+
+class AsyncioWaiter:
+    """A waiter on asyncio or uvloop: a bare future is the quickest, and one is made for every event that is read."""
+
+    __slots__ = ("_future", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._future: asyncio.Future[None] = loop.create_future()
+
+    @property
+    def post(self) -> Post:
+        """See `Waiter`."""
+        return self.loop.call_soon_threadsafe
+
+    def set(self) -> None:
+        """See `Waiter`."""
+        if not self._future.done():
+            self._future.set_result(None)
+
+    def wait(self) -> Awaitable[None]:
+        """See `Waiter`."""
+        return self._future
+
+
+class TrioWaiter:
+    """A waiter on trio."""
+
+    __slots__ = ("_token", "set", "wait")
+
+    def __init__(self) -> None:
         try:
             import trio  # optional: only callers that run under it have it
         except ImportError:
             raise EngineStateError("no running event loop: call this from a coroutine") from None
         try:
-            token = trio.lowlevel.current_trio_token()
+            self._token = trio.lowlevel.current_trio_token()
         except RuntimeError:
             raise EngineStateError("no running event loop: call this from a coroutine") from None
         event = trio.Event()
-        return cls(token, token.run_sync_soon, event.set, event.wait)
+        self.set: Callable[[], None] = event.set
+        self.wait: Callable[[], Awaitable[None]] = event.wait
+
+    @property
+    def loop(self) -> object:
+        """See `Waiter`."""
+        return self._token
+
+    @property
+    def post(self) -> Post:
+        """See `Waiter`."""
+        return self._token.run_sync_soon
 
 
-def _resolve(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
+def wait_here() -> Waiter:
+    """A waiter on the running event loop.
 
-
-def _pass(future: "asyncio.Future[None]") -> "asyncio.Future[None]":
-    return future
+    Raises:
+        EngineStateError: no event loop of a supported kind is running on this thread.
+    """
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return TrioWaiter()
+    return AsyncioWaiter(loop)
 
 
 def _set_all(waiters: list[Waiter]) -> None:
@@ -100,7 +140,7 @@ class Latch:
 
     async def wait(self) -> None:
         """Return once the latch is set."""
-        waiter = Waiter.here()
+        waiter = wait_here()
         with self._lock:
             if self._is_set:
                 return

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from omni_async.bridge import Waiter, wake
+from omni_async.bridge import Waiter, wait_here, wake
 from omni_async.sampling.logprobs import HostLogprobs
 from omni_async.types import Finished, FinishReason
 
@@ -96,7 +96,7 @@ class Mailbox:
 
     async def wait(self) -> None:
         """Return once there is something to take or the end has come."""
-        waiter = self.waiter = Waiter.here()
+        waiter = self.waiter = wait_here()
         try:
             if not self.pieces and not self.ended:
                 await waiter.wait()

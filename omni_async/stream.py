@@ -117,16 +117,17 @@ class EventStream:
             raise StopAsyncIteration
         if self._events or mailbox.pieces or mailbox.ended:
             await anyio.lowlevel.checkpoint()
+        else:
+            await mailbox.wait()
         while True:
             if self._closed:  # meanwhile, by another task
                 raise StopAsyncIteration
+            ended = mailbox.ended  # read before the pieces: the engine writes it after them
+            if not self._events:
+                self._take()
             if self._events:
                 event = self._events.pop()
                 return await self._complete(event) if isinstance(event, Finished) else event
-            ended = mailbox.ended  # read before the pieces: the engine writes it after them
-            self._take()
-            if self._events:
-                continue
             if ended:
                 self._close()
                 if mailbox.error is not None:
@@ -138,6 +139,10 @@ class EventStream:
         """Turn what has arrived into as few events as keep its order; with log-probabilities, no more than is quick."""
         mailbox = self._mailbox
         count = len(mailbox.pieces)
+        if count == 1 and self._num_logprobs < 0:  # the usual case
+            piece = mailbox.pieces.popleft()
+            self._events.append(piece if isinstance(piece, Finished) else self._delta([piece]))
+            return
         if self._num_logprobs >= 0:
             count = min(count, self._positions_a_turn(self._num_logprobs))
         gained: dict[int, list[Piece]] = {}
@@ -155,12 +160,14 @@ class EventStream:
         self._events = events
 
     def _delta(self, pieces: list[Piece]) -> TextDelta:
-        index = pieces[0].answer
+        index, token_id, text, _ = pieces[0]
         outlet = self._mailbox.outlets[index]
         outlet.taken += len(pieces)
         if outlet.held:
             outlet.held = False
             self._desk.wake()
+        if len(pieces) == 1 and self._num_logprobs < 0:
+            return TextDelta(text, (token_id,), None, index)
         logprobs = None
         if self._num_logprobs >= 0:
             logprobs = tuple(

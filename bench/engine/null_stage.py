@@ -14,14 +14,13 @@ from time import perf_counter
 from types import TracebackType
 from typing import Self
 
-import anyio
 from tokenizers import Tokenizer, decoders, models
 
-from omni_async.bridge import Waiter
 from omni_async.errors import EngineClosed
 from omni_async.mailbox import Mailbox
 from omni_async.runner.device_state import DeviceState
 from omni_async.runner.lane import ThreadLane
+from omni_async.runner.runner import split_gained
 from omni_async.runner.step_shape import StepShape
 from omni_async.scheduler.plan import StepOutput, StepPlan, Update
 from omni_async.scheduler.prefix import block_digests
@@ -98,8 +97,11 @@ class NullRunner:
         """Prepare the rows as the real runner does, and have the answer ready."""
         began = perf_counter()
         count = sum([row.samples for row in plan.rows])
-        StepShape(plan.num_tokens, len(plan.rows), count, single=plan.num_tokens == len(plan.rows)).pack(plan.rows)
-        DeviceState.pack(plan.admissions, plan.new_blocks)
+        gained, rest = split_gained(plan)
+        shape = StepShape(plan.num_tokens, len(plan.rows), count, single=plan.num_tokens == len(plan.rows))
+        shape.pack(plan.rows, gained)
+        if plan.admissions or rest:
+            DeviceState.pack(plan.admissions, rest)
         prepared = perf_counter()
         clock = self._clock
         clock.prepare.append(prepared - began)
@@ -124,12 +126,21 @@ class NullRunner:
             mailbox.outlets[0].taken = mailbox.outlets[0].produced
 
 
-def _nothing() -> None:
-    """Nobody waits."""
-
-
 def _post(callback: Callable[..., object], /, *arguments: object) -> None:
     """A caller's loop to which nothing has to be carried."""
+
+
+class NobodyWaits:
+    """A waiter whose loop has nothing to do."""
+
+    loop = "a loop"
+    post = staticmethod(_post)
+
+    def set(self) -> None:
+        """Nothing."""
+
+    async def wait(self) -> None:
+        """Nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +174,7 @@ async def run_steps(clock: Clock, load: Load) -> None:
     for number in range(load.num_rows):
         mailbox = Mailbox(f"r{number}", number, perf_counter(), 1, 1024)
         # Every reader waits: the most work for `publish`.
-        mailbox.waiter = Waiter("a loop", _post, _nothing, anyio.lowlevel.checkpoint)
+        mailbox.waiter = NobodyWaits()
         # Lengths differ, so that the rows do not all need a new block in the same step.
         prompt = array("i", draw.choices(range(VOCAB_SIZE), k=PROMPT_LEN + number % BLOCK_SIZE))
         sequence = Sequence(

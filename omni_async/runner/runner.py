@@ -20,7 +20,7 @@ from omni_async.runner.step_shape import StepShape
 from omni_async.sampling.logprobs import HostLogprobs
 from omni_async.sampling.params import SamplingNeeds
 from omni_async.sampling.table import SamplingTable
-from omni_async.scheduler.plan import Phase, StepOutput, StepPlan
+from omni_async.scheduler.plan import NewBlocks, Phase, StepOutput, StepPlan
 
 SCORED_ROWS = 128
 """Prompt positions whose logits are made at once, so that a long prompt's never fill the memory."""
@@ -121,9 +121,7 @@ class Runner:
 
     def _update(self, plan: StepPlan, shape: StepShape, into: Tensor | None) -> Tensor:
         """Bring the packed rows to the device, and enter there what newcomers and slots gained."""
-        # A block for each of some rows, as decoding needs them, travels with the rows.
-        gained = {slot: (place, blocks[0]) for slot, place, blocks in plan.new_blocks if len(blocks) == 1}
-        rest = [new for new in plan.new_blocks if len(new.blocks) > 1]
+        gained, rest = split_gained(plan)
         if plan.admissions or rest:
             newcomers = [(a.slot, a.sequence.params) for a in plan.admissions if a.sequence.params is not None]
             arrays = [*self._state.pack(plan.admissions, rest), *self._sampling.pack(newcomers)]
@@ -198,6 +196,21 @@ class Runner:
             )
 
         return finish
+
+
+def split_gained(plan: StepPlan) -> tuple[dict[int, tuple[int, int]], list[NewBlocks]]:
+    """The new blocks that travel with the rows, one for a slot as decoding needs them; and the others."""
+    if not plan.new_blocks:
+        return {}, []
+    admitted = {admission.slot for admission in plan.admissions}
+    gained: dict[int, tuple[int, int]] = {}
+    rest: list[NewBlocks] = []
+    for new in plan.new_blocks:
+        if len(new.blocks) == 1 and new.slot not in admitted:
+            gained[new.slot] = (new.first, new.blocks[0])
+        else:
+            rest.append(new)
+    return gained, rest
 
 
 def _columns(values: Logprobs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ FEW_SAMPLED = (8, 64)
 """Room for sampled rows in prompt steps, beside the most there can be."""
 
 NOTHING: Mapping[int, tuple[int, int]] = {}
-NO_BLOCK = (-1, 0)
 
 LEAST_TOKENS = 16
 """Room for tokens in the smallest prompt step."""
@@ -35,38 +35,51 @@ class StepShape:
     @property
     def packed_size(self) -> int:
         """Integers of the packed rows."""
-        return 5 * self.num_rows + 1 + self.num_sampled
+        return sum(self._rooms)
+
+    @property
+    def _rooms(self) -> list[int]:
+        """Integers of each part; each begins at a multiple of 16 bytes, as kernels are compiled for an alignment."""
+        return [-(-size // 4) * 4 for size in self._sizes]
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [self.num_rows] * 4 + [self.num_rows + 1, self.num_sampled]
 
     def pack(self, rows: Sequence[Row], gained: Mapping[int, tuple[int, int]] = NOTHING) -> NDArray[np.int32]:
         """The rows as one array: slots, starts, new places, new blocks, query starts, indices of those that draw.
 
         `gained`: place and number, by slot, of a block that a row's slot gains in this step.
         """
-        count, room = len(rows), self.num_rows
+        count = len(rows)
         packed = np.zeros(self.packed_size, np.int32)
-        slots, starts, new_places, new_blocks = packed[: 4 * room].reshape(4, room)
-        query_starts, sampled = packed[4 * room : 5 * room + 1], packed[5 * room + 1 :]
-        slots[:count] = [row.slot for row in rows]
-        slots[count:] = -1
-        starts[:count] = [row.start for row in rows]
-        new_places[:] = -1
-        if gained:
-            pairs = [gained.get(row.slot, NO_BLOCK) for row in rows]
-            new_places[:count] = [place for place, _ in pairs]
-            new_blocks[:count] = [block for _, block in pairs]
-        ends = query_starts[1:]
-        np.cumsum([row.length for row in rows], out=ends[:count])
-        ends[count:] = ends[count - 1] if count else 0
-        drawing = [i for i, row in enumerate(rows) if row.samples]
+        _, *bounds = accumulate(self._rooms, initial=0)
+        slots, starts, new_places, new_blocks, query_starts, sampled = (
+            packed[end - room : end] for end, room in zip(bounds, self._rooms, strict=True)
+        )
+        slots[count:] = new_places[:] = sampled[:] = -1
+        if not rows:
+            return packed
+        _, row_slots, row_starts, lengths, _, draws = zip(*rows, strict=True)
+        slots[:count] = row_slots
+        starts[:count] = row_starts
+        np.cumsum(lengths, out=query_starts[1 : count + 1])
+        query_starts[count + 1 :] = query_starts[count]
+        drawing = np.flatnonzero(draws)
         sampled[: len(drawing)] = drawing
-        sampled[len(drawing) :] = -1
+        if gained:
+            index = dict(zip(row_slots, range(count), strict=True))
+            for slot, (place, block) in gained.items():
+                new_places[index[slot]] = place
+                new_blocks[index[slot]] = block
         return packed
 
     def unpack(self, packed: Tensor) -> StepRows:
         """The parts of a packed array that is on the device."""
-        room = self.num_rows
-        parts = torch.split(packed, [room, room, room, room, room + 1, self.num_sampled])
-        slots, starts, new_places, new_blocks, query_starts, sampled = parts
+        parts = torch.split(packed, self._rooms)
+        slots, starts, new_places, new_blocks, query_starts, sampled = (
+            part[:size] for part, size in zip(parts, self._sizes, strict=True)
+        )
         return StepRows(slots, starts, query_starts, new_places, new_blocks, sampled, self.num_tokens, self.single)
 
 

@@ -1,1 +1,1 @@
-"""How tokens are drawn: parameters, their tables on the device, and the reference sampler."""
+"""What a request asks of the sampler, and the tables that carry it to the device."""

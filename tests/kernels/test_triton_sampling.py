@@ -13,7 +13,7 @@ from omni_async_kernels.sampling import SamplingTables, logprobs, sample
 from torch import Tensor
 
 from omni_async.backend.ops import SamplingBatch
-from omni_async.sampling import reference
+from omni_async.backend.reference.sampling import draw as reference
 from omni_async.sampling.params import SamplingNeeds
 from tests.support.sampling import Ask, ask, batch_of
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from omni_async.sampling.reference import logprobs, sample
+from omni_async.backend.reference.sampling.draw import logprobs, sample
 from tests.support.sampling import ask, batch_of
 
 VOCAB = 256

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_async.sampling.philox import gumbel, gumbel_at, philox, to_gumbel
+from omni_async.backend.reference.sampling.philox import gumbel, gumbel_at, philox, to_gumbel
 
 M32 = 0xFFFFFFFF
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from omni_async.sampling.reference import sample
+from omni_async.backend.reference.sampling.draw import sample
 from tests.support.sampling import Ask, ask, batch_of
 
 

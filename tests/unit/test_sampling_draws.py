@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from omni_async.sampling.reference import sample
+from omni_async.backend.reference.sampling.draw import sample
 from omni_async.types import SamplingParams
 from tests.support.sampling import Ask, ask, batch_of, draws_of
 

@@ -12,10 +12,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from omni_async.sampling.adjust import adjust
-from omni_async.sampling.filters import lower_bounds
+from omni_async.backend.reference.sampling.adjust import adjust
+from omni_async.backend.reference.sampling.filters import lower_bounds
+from omni_async.backend.reference.sampling.rows import SamplingRows
 from omni_async.sampling.params import NO_TOP_K
-from omni_async.sampling.rows import SamplingRows
 from tests.support.sampling import ask, batch_of
 
 Filters = tuple[float, int, float, float]

@@ -6,9 +6,9 @@ import torch
 
 from omni_async import RequestError
 from omni_async.backend.ops import SamplingBatch
-from omni_async.sampling.adjust import adjust
+from omni_async.backend.reference.sampling.adjust import adjust
+from omni_async.backend.reference.sampling.rows import SamplingRows, allowed_mask
 from omni_async.sampling.params import FOREVER, MAX_BIAS, NO_TOP_K, BiasEntry, SamplingNeeds, check, needs, resolve
-from omni_async.sampling.rows import SamplingRows, allowed_mask
 from omni_async.sampling.table import SamplingTable
 from omni_async.types import SamplingParams
 from tests.support.sampling import Ask, Defaults, ask, batch_of, write

@@ -5,8 +5,10 @@ from array import array
 import pytest
 import torch
 
+from omni_async.runner.runner import split_gained
 from omni_async.runner.step_shape import Buckets, StepShape
-from omni_async.scheduler.plan import Phase, Row
+from omni_async.sampling.params import SamplingNeeds
+from omni_async.scheduler.plan import Admission, NewBlocks, Phase, Row, StepPlan
 from omni_async.scheduler.sequence import Sequence, StopRule
 
 
@@ -72,3 +74,10 @@ def test_larger_steps_have_no_shape() -> None:
     buckets = Buckets(64, 8)
     assert buckets.find(65, 2, 1) is None
     assert buckets.find(9, 9, 9) is None
+
+
+def test_only_single_blocks_of_running_slots_travel_with_the_rows() -> None:
+    admission = Admission(4, row(4, 0, 3, samples=True).sequence, array("i", [1, 2, 3]))
+    new_blocks = (NewBlocks(4, 0, (9,)), NewBlocks(7, 2, (5,)), NewBlocks(6, 1, (3, 8)))
+    plan = StepPlan(1, (), 0, (admission,), new_blocks, SamplingNeeds.NONE, -1)
+    assert split_gained(plan) == ({7: (2, 5)}, [new_blocks[0], new_blocks[2]])

@@ -21,7 +21,7 @@ from omni_async.backend.reference.inputs import prepare
 from omni_async.backend.reference.linear import linear
 from omni_async.backend.reference.moe import moe
 from omni_async.backend.reference.rotary import rotate_and_cache
-from omni_async.sampling import reference as sampling
+from omni_async.backend.reference.sampling.draw import logprobs, sample
 
 
 class ReferenceOps:
@@ -113,7 +113,7 @@ class ReferenceOps:
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
         """See `Ops.sample`."""
-        return sampling.sample(logits, batch)
+        return sample(logits, batch)
 
     def append(self, drawn: Sampled, batch: SamplingBatch) -> Tensor:
         """See `Ops.append`."""
@@ -123,4 +123,4 @@ class ReferenceOps:
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
         """See `Ops.logprobs`."""
-        return sampling.logprobs(logits, token_ids, num_top)
+        return logprobs(logits, token_ids, num_top)

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from omni_async.backend.ops import SamplingBatch, SamplingTables
+from omni_async.backend.reference.sampling.rows import SamplingRows, allowed_mask
 from omni_async.sampling.params import SamplingNeeds
-from omni_async.sampling.rows import SamplingRows, allowed_mask
 
 
 def adjust(raw: Tensor, batch: SamplingBatch, rows: SamplingRows) -> Tensor:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from omni_async.backend.ops import Logprobs, Sampled, SamplingBatch
-from omni_async.sampling.adjust import adjust
-from omni_async.sampling.filters import lower_bounds
+from omni_async.backend.reference.sampling.adjust import adjust
+from omni_async.backend.reference.sampling.filters import lower_bounds
+from omni_async.backend.reference.sampling.philox import gumbel, gumbel_at
+from omni_async.backend.reference.sampling.rows import SamplingRows
 from omni_async.sampling.params import SamplingNeeds
-from omni_async.sampling.philox import gumbel, gumbel_at
-from omni_async.sampling.rows import SamplingRows
 from omni_async.types import GREEDY_TEMPERATURE
 
 

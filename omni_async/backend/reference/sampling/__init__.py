@@ -1,0 +1,1 @@
+"""The sampler in plain torch: the specification of every other one."""
