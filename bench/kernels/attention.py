@@ -97,8 +97,9 @@ class Paged:
 
     def attend(self, work: AttentionWork) -> None:
         """All layers, one after another."""
-        for k_cache, v_cache in self.layers:
-            paged_attention(self.q, k_cache, v_cache, self.block_tables, self.heads.size**-0.5, work)
+        scale = self.heads.size**-0.5
+        for index, (k_cache, v_cache) in enumerate(self.layers):
+            paged_attention(self.q, k_cache, v_cache, self.block_tables, scale, work, work_is_older=index > 0)
 
 
 def _peer_ms(paged: Paged, repeats_ms: int) -> float:

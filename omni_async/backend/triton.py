@@ -116,7 +116,8 @@ class TritonOps(ReferenceOps):
 
     def paged_attention(self, q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float) -> Tensor:
         """See `Ops.paged_attention`."""
-        if self._work is None or self._work[0] is not batch:
+        planned = self._work
+        if planned is None or planned[0] is not batch:
             work = kernels.plan_attention(
                 batch.slots,
                 batch.query_starts,
@@ -129,7 +130,8 @@ class TritonOps(ReferenceOps):
                 single=batch.single,
             )
             self._work = (batch, work)
-        return kernels.paged_attention(q, *cache, batch.block_tables, scale, self._work[1])
+            return kernels.paged_attention(q, *cache, batch.block_tables, scale, work)
+        return kernels.paged_attention(q, *cache, batch.block_tables, scale, planned[1], work_is_older=True)
 
     def moe(
         self, x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalise: bool

@@ -53,7 +53,7 @@ class DeviceState:
         for table, entries in ((self.tokens, tokens), (self.block_tables, blocks)):
             if entries.shape[1]:
                 slots, places, values = entries
-                table[slots.long(), places.long()] = values
+                table[slots, places] = values
 
 
 def _entries(parts: Sequence[tuple[int, int, Sequence[int]]]) -> NDArray[np.int32]:

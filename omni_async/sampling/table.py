@@ -64,15 +64,15 @@ class SamplingTable:
     def apply(self, lines: Tensor, bias: Tensor, allowed: Tensor) -> None:
         """Write what `pack` made."""
         if len(lines):
-            self._lines[lines[:, 0].long()] = lines[:, 1:]
+            self._lines[lines[:, 0]] = lines[:, 1:]
         if len(bias):
-            at = bias[:, 0].long()
+            at = bias[:, 0]
             ids, until, values = bias[:, 1:].chunk(3, dim=1)
             self._bias_ids[at, : ids.shape[1]] = ids
             self._bias_until[at, : ids.shape[1]] = until
             self._bias_values[at, : ids.shape[1]] = values.view(torch.float32)
         if len(allowed):
-            self._allowed[allowed[:, 0].long()] = allowed[:, 1:]
+            self._allowed[allowed[:, 0]] = allowed[:, 1:]
 
     def batch(self, inputs: StepInputs, tokens: Tensor, needs: SamplingNeeds, num_logprobs: int) -> SamplingBatch:
         """The rows that a step samples; `tokens [slots, max_len] int32` is the token pool, `needs` is by all rows."""

@@ -29,8 +29,16 @@ class Scoring:
 
 
 @triton.jit
+def first_blocks(table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The cache blocks of the first `BLOCK_N` of the positions `start .. end`; past the L1 cache."""
+    position = start + tl.arange(0, BLOCK_N)
+    return tl.load(table_ptr + position.to(tl.uint32) // BLOCK_SIZE, mask=position < end, other=0, cache_modifier=".cg")
+
+
+@triton.jit
 def attend(
     q,
+    block,
     start,
     end,
     seen_start,
@@ -55,23 +63,24 @@ def attend(
     """Attention of queries `[M, D]` over the positions `start .. end`, and the logarithm of its sum of exponentials.
 
     Query row i sees the positions up to `last[i]`, the last `WINDOW` of them if that is not 0; all rows see those of
-    `seen_start .. seen_end`. Nothing outside `start .. end` is read. `k_ptr` and `v_ptr` point to the key head.
+    `seen_start .. seen_end`. `block`: `first_blocks` of the range. Nothing outside `start .. end` is read. `k_ptr` and
+    `v_ptr` point to the key head.
     """
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     d = tl.arange(0, BLOCK_D)
     offset = tl.arange(0, BLOCK_N)
-    block = tl.load(table_ptr + (start + offset) // BLOCK_SIZE, mask=start + offset < end, other=0)
     for n in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
         position = n + offset
         present = (position < end)[:, None] & (d < HEAD_SIZE)[None, :]
-        entry = (block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_SIZE)
-        at = entry[:, None] + d[None, :]
+        # Unsigned, and the factor last: a few instructions for each position, of which a thread has many.
+        place = block.to(tl.uint32) * BLOCK_SIZE + position.to(tl.uint32) % BLOCK_SIZE
+        at = (place.to(tl.int64) * (NUM_KV_HEADS * HEAD_SIZE))[:, None]
         # Of the next tile: its keys and values are then asked for without waiting.
         coming = position + BLOCK_N
-        block = tl.load(table_ptr + coming // BLOCK_SIZE, mask=coming < end, other=0)
-        k = tl.load(k_ptr + at, mask=present, other=0.0)
+        block = tl.load(table_ptr + coming.to(tl.uint32) // BLOCK_SIZE, mask=coming < end, other=0)
+        k = tl.load(k_ptr + d[None, :] + at, mask=present, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor
         if CAPPED:
             scores = (2 * tl.sigmoid(2 * scores) - 1) * cap
@@ -86,7 +95,7 @@ def attend(
         weight = tl.exp2(scores - base[:, None])
         fade = tl.exp2(m - base)
         total = total * fade + tl.sum(weight, axis=1)
-        v = tl.load(v_ptr + at, mask=present, other=0.0)
+        v = tl.load(v_ptr + d[None, :] + at, mask=present, other=0.0)
         acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
         m = new_m
     # A row that saw nothing, such as one before whose window all of this lies: its logarithm is -inf.

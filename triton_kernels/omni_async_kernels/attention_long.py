@@ -4,13 +4,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from omni_async_kernels import attention_tiles
-from omni_async_kernels.attention_attend import Scoring, attend
+from omni_async_kernels.attention_attend import Scoring, attend, first_blocks
 from omni_async_kernels.attention_tiles import NUM_SMS, long_tile, padded_head
 from omni_async_kernels.attention_work import TILE_FIELDS, AttentionWork
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 
 
 @triton.jit
@@ -38,9 +36,10 @@ def _long_rows_kernel(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_FIELDS: tl.constexpr,
-    PDL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Tiles of one row's queries: `BLOCK_M / group` tokens, with all query heads that share one key head."""
+    wait_for_predecessor(OVERLAP)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     program = tl.program_id(0)
@@ -59,10 +58,6 @@ def _long_rows_kernel(
             length = tl.load(line_ptr + 2)
             context = tl.load(line_ptr + 3)
             tile = tl.load(line_ptr + 4)
-            if PDL:
-                # From here on, what the kernel before wrote is read.
-                gdc_wait()
-                gdc_launch_dependents()
             token = tile * TOKENS + m_at // GROUP
             exists = (token < length) & (m_at < TOKENS * GROUP)
             present = exists[:, None] & (d < HEAD_SIZE)[None, :]
@@ -73,15 +68,14 @@ def _long_rows_kernel(
             first_end = context - length + tile * TOKENS + 1
             last_end = tl.minimum(context, first_end + TOKENS - 1)
             start = tl.maximum(first_end - WINDOW, 0) if WINDOW > 0 else 0
+            table_ptr = tables_ptr + slot * table_stride
+            block = first_blocks(table_ptr, start, last_end, BLOCK_SIZE, BLOCK_N)
             result, _ = attend(
-                q, start, last_end, last_end - WINDOW if WINDOW > 0 else 0, first_end, context - length + token,
-                tables_ptr + slot * table_stride, k_ptr + kv_head * HEAD_SIZE, v_ptr + kv_head * HEAD_SIZE, factor, cap,
+                q, block, start, last_end, last_end - WINDOW if WINDOW > 0 else 0, first_end, context - length + token,
+                table_ptr, k_ptr + kv_head * HEAD_SIZE, v_ptr + kv_head * HEAD_SIZE, factor, cap,
                 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_M, BLOCK_D, BLOCK_N, NUM_STAGES, WINDOW, CAPPED, PRECISION,
             )  # fmt: skip
             tl.store(out_ptr + at, (result * v_scale).to(out_ptr.dtype.element_ty), mask=present)
-    if PDL:
-        # Programs without work too: the end of this kernel tells that the one before has ended.
-        gdc_wait()
 
 
 def attend_long_rows(
@@ -99,7 +93,7 @@ def attend_long_rows(
     num_heads, head_size = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     tile = long_tile(head_size, q.dtype)
-    launch(
+    launch_overlapping(
         _long_rows_kernel,
         (min(len(work.tiles) * num_kv_heads, NUM_SMS * tile.programs_per_sm),),
         q,
@@ -125,7 +119,5 @@ def attend_long_rows(
         CAPPED=scoring.cap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         TILE_FIELDS=TILE_FIELDS,
-        PDL=attention_tiles.PDL,
         num_warps=tile.num_warps,
-        launch_pdl=attention_tiles.PDL,
     )

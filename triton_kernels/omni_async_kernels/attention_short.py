@@ -4,13 +4,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from omni_async_kernels import attention_tiles
-from omni_async_kernels.attention_attend import Scoring, attend
+from omni_async_kernels.attention_attend import Scoring, attend, first_blocks
 from omni_async_kernels.attention_tiles import NUM_SMS, padded_head, short_tile
 from omni_async_kernels.attention_work import SPLIT_FIELDS, AttentionWork
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, prefetch, wait_for_predecessor
 
 
 @triton.jit
@@ -68,7 +67,53 @@ def _join(
         tl.store(out_ptr + at, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+LINE = tl.constexpr(128)
+"""Bytes of a line of the L2 cache."""
+
+
 @triton.jit
+def _read_line(
+    splits_ptr, item, num_lines, NUM_KV_HEADS: tl.constexpr, SPLIT_FIELDS: tl.constexpr, WINDOW: tl.constexpr
+):
+    """An item's line of the list, past the L1 cache; behind the last, one without tokens."""
+    # Heads run fastest: those of a position lie together in the cache.
+    line = item // NUM_KV_HEADS
+    exists = line < num_lines
+    line_ptr = splits_ptr + line * SPLIT_FIELDS
+    slot = tl.load(line_ptr, mask=exists, other=0, cache_modifier=".cg").to(tl.int64)
+    first = tl.load(line_ptr + 1, mask=exists, other=0, cache_modifier=".cg").to(tl.int64)
+    length = tl.load(line_ptr + 2, mask=exists, other=0, cache_modifier=".cg")
+    context = tl.load(line_ptr + 3, mask=exists, other=0, cache_modifier=".cg")
+    start = tl.load(line_ptr + 4, mask=exists, other=0, cache_modifier=".cg")
+    end = tl.load(line_ptr + 5, mask=exists, other=0, cache_modifier=".cg")
+    split = tl.load(line_ptr + 6, mask=exists, other=0, cache_modifier=".cg")
+    num_splits = tl.load(line_ptr + 7, mask=exists, other=0, cache_modifier=".cg")
+    part = tl.load(line_ptr + 8, mask=exists, other=0, cache_modifier=".cg")
+    if WINDOW > 0:
+        start = tl.maximum(start, context - length - WINDOW + 1)
+    return slot, first, length, context, start, end, split, num_splits, part
+
+
+@triton.jit
+def _prefetch_tiles(table_ptr, k_ptr, v_ptr, start, end, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+                    BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+                    NUM_STAGES: tl.constexpr):  # fmt: skip
+    """Ask for the first tiles of keys and values. This step's may still be on their way: nothing is read here."""
+    PER_LINE: tl.constexpr = LINE // (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    d = tl.minimum(tl.arange(0, (BLOCK_D + PER_LINE - 1) // PER_LINE) * PER_LINE, HEAD_SIZE - 1)
+    for tile in tl.static_range(NUM_STAGES):
+        tile_start = start + tile * BLOCK_N
+        if tile_start < end:
+            block = first_blocks(table_ptr, tile_start, end, BLOCK_SIZE, BLOCK_N).to(tl.int64)
+            # Positions behind the last ask for lines of block 0.
+            position = tile_start + tl.arange(0, BLOCK_N)
+            entry = (block * BLOCK_SIZE + position % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_SIZE)
+            at = entry[:, None] + d[None, :]
+            prefetch(k_ptr + at)
+            prefetch(v_ptr + at)
+
+
+@triton.jit(do_not_specialize=["num_lines"])
 def _short_rows_kernel(
     q_ptr,
     out_ptr,
@@ -77,7 +122,7 @@ def _short_rows_kernel(
     tables_ptr,
     table_stride,
     splits_ptr,
-    counts_ptr,
+    num_lines,
     arrived_ptr,
     parts_ptr,
     lse_ptr,
@@ -98,45 +143,43 @@ def _short_rows_kernel(
     SPLIT_FIELDS: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     JOINED_AT_ONCE: tl.constexpr,
-    PDL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Splits of contexts, each for all tokens of its row and all query heads that share one key head."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     m_at = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    num_items = tl.load(counts_ptr) * NUM_KV_HEADS
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        # Heads run fastest: those of a position lie together in the cache.
-        line = item // NUM_KV_HEADS
+    num_programs = tl.num_programs(0)
+    item = tl.program_id(0)
+    slot, first, length, context, start, end, split, num_splits, part = _read_line(
+        splits_ptr, item, num_lines, NUM_KV_HEADS, SPLIT_FIELDS, WINDOW
+    )
+    block = first_blocks(tables_ptr + slot * table_stride, start, end, BLOCK_SIZE, BLOCK_N)
+    if OVERLAP:
+        kv_offset = item % NUM_KV_HEADS * HEAD_SIZE
+        _prefetch_tiles(
+            tables_ptr + slot * table_stride, k_ptr + kv_offset, v_ptr + kv_offset, start, end,
+            NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, BLOCK_N, NUM_STAGES,
+        )  # fmt: skip
+    while length > 0:
+        # The next item's line, for when this one is done.
+        coming = _read_line(splits_ptr, item + num_programs, num_lines, NUM_KV_HEADS, SPLIT_FIELDS, WINDOW)
         kv_head = item % NUM_KV_HEADS
-        line_ptr = splits_ptr + line * SPLIT_FIELDS
-        slot = tl.load(line_ptr).to(tl.int64)
-        first = tl.load(line_ptr + 1).to(tl.int64)
-        length = tl.load(line_ptr + 2)
-        context = tl.load(line_ptr + 3)
-        start = tl.load(line_ptr + 4)
-        end = tl.load(line_ptr + 5)
-        split = tl.load(line_ptr + 6)
-        num_splits = tl.load(line_ptr + 7)
-        part = tl.load(line_ptr + 8)
-        if PDL:
-            # From here on, what the kernel before wrote is read.
-            gdc_wait()
-            gdc_launch_dependents()
-        if WINDOW > 0:
-            start = tl.maximum(start, context - length - WINDOW + 1)
         token = m_at // GROUP
         head = kv_head * GROUP + m_at % GROUP
         exists = token < length
         present = exists[:, None] & (d < HEAD_SIZE)[None, :]
         at = ((first + token) * NUM_HEADS + head)[:, None] * HEAD_SIZE + d[None, :]
+        # In the loop, where it waits but once, so that all that the loop prepares comes before it.
+        wait_for_predecessor(OVERLAP)
         q = tl.load(q_ptr + at, mask=present, other=0.0)
         first_last = context - length
         result, lse = attend(
-            q, start, end, context - WINDOW if WINDOW > 0 else 0, first_last + 1, first_last + token,
+            q, block, start, end, context - WINDOW if WINDOW > 0 else 0, first_last + 1, first_last + token,
             tables_ptr + slot * table_stride, k_ptr + kv_head * HEAD_SIZE, v_ptr + kv_head * HEAD_SIZE, factor, cap,
             NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_M, BLOCK_D, BLOCK_N, NUM_STAGES, WINDOW, CAPPED, PRECISION,
         )  # fmt: skip
+        block = first_blocks(tables_ptr + coming[0] * table_stride, coming[4], coming[5], BLOCK_SIZE, BLOCK_N)
         if num_splits == 1:
             tl.store(out_ptr + at, (result * v_scale).to(out_ptr.dtype.element_ty), mask=present)
         else:
@@ -145,16 +188,17 @@ def _short_rows_kernel(
             tl.store(parts_ptr + part_line[:, None] * HEAD_SIZE + d[None, :], result, mask=present)
             # All threads' results before the count that announces them.
             tl.debug_barrier()
-            arrived = arrived_ptr + (line - split) * NUM_KV_HEADS + kv_head
+            arrived = arrived_ptr + (item // NUM_KV_HEADS - split) * NUM_KV_HEADS + kv_head
             if tl.atomic_add(arrived, 1, sem="acq_rel") == num_splits - 1:
                 _join(
                     out_ptr, parts_ptr, lse_ptr, part, first, length, num_splits, kv_head, v_scale,
                     NUM_HEADS, GROUP, GROUP_ROWS, HEAD_SIZE, BLOCK_D, JOINED_AT_ONCE,
                 )  # fmt: skip
                 tl.store(arrived, 0)
-    if PDL:
-        # Programs without work too: the end of this kernel tells that the one before has ended.
-        gdc_wait()
+        item += num_programs
+        slot, first, length, context, start, end, split, num_splits, part = coming
+    # Programs without work too.
+    wait_for_predecessor(OVERLAP)
 
 
 def attend_short_rows(
@@ -167,14 +211,19 @@ def attend_short_rows(
     scoring: Scoring,
     window: int | None,
     v_scale: float,
+    *,
+    work_is_older: bool,
 ) -> None:
-    """Write the results `[T, Hq, D]` of the rows of at most `work.short_tokens` tokens to `out`."""
+    """Write the results `[T, Hq, D]` of the rows of at most `work.short_tokens` tokens to `out`.
+
+    `work_is_older`: the kernel launched right before made neither the work nor the block tables.
+    """
     num_heads, head_size = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     tile = short_tile(group, work.short_tokens, head_size, q.dtype, k_cache.dtype)
     block_d, group_rows = padded_head(head_size), triton.next_power_of_2(group)
-    launch(
+    launch_overlapping(
         _short_rows_kernel,
         (min(len(work.splits) * num_kv_heads, NUM_SMS * tile.programs_per_sm),),
         q,
@@ -184,7 +233,7 @@ def attend_short_rows(
         block_tables,
         block_tables.stride(0),
         work.splits,
-        work.counts,
+        len(work.splits),
         work.arrived,
         work.parts,
         work.part_lse,
@@ -205,7 +254,6 @@ def attend_short_rows(
         SPLIT_FIELDS=SPLIT_FIELDS,
         GROUP_ROWS=group_rows,
         JOINED_AT_ONCE=max(attention_tiles.JOINED_VALUES // (group_rows * block_d), 1),
-        PDL=attention_tiles.PDL,
+        allowed=work_is_older,
         num_warps=tile.num_warps,
-        launch_pdl=attention_tiles.PDL,
     )

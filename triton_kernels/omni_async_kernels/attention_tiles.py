@@ -30,12 +30,6 @@ SHORT_PROGRAMS_PER_SM = 2
 JOINED_VALUES = 8192
 """Values of partial results that a program holds at once when it joins them."""
 
-PDL = False
-"""Whether the launches may overlap the end of the kernel before (programmatic dependent launch, sm_90).
-
-The lists of work are then read before that kernel has ended: it must not be the one that makes them.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Tile:

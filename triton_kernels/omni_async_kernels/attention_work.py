@@ -9,7 +9,7 @@ from torch import Tensor
 
 from omni_async_kernels import attention_tiles
 from omni_async_kernels.attention_tiles import SHORT_TOKENS, long_tile, max_splits
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 
 SPLIT_FIELDS, TILE_FIELDS = 9, 5
 """Numbers of one line of `AttentionWork.splits` and `.tiles`."""
@@ -22,12 +22,13 @@ TILES_AT_ONCE = 32
 class AttentionWork:
     """What the launches of one step read, and the scratch that they share.
 
-    The lists are filled up to `counts`; rows with longer contexts come first, since they are most work.
+    The lists hold `counts` lines; rows with longer contexts come first, since they are most work.
     """
 
     splits: Tensor
     """`[., 9] int32`, contexts of short rows: table slot, first token, tokens, context, first position, end position,
-    number of the split, number of splits, and the first line of the row's partial results."""
+    number of the split, number of splits, and the first line of the row's partial results. Lines behind the last have
+    no tokens and no positions: a program need not know how many there are."""
     tiles: Tensor
     """`[., 5] int32`, tokens of long rows: table slot, first token of the row, tokens of the row, context, tile."""
     counts: Tensor
@@ -59,7 +60,7 @@ def _sizes(length, context, WINDOW: tl.constexpr, SHORT: tl.constexpr, MAX_SPLIT
 
 
 # Numbers that change from step to step must not lead to kernels of their own.
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_lines"])
 def _plan_kernel(
     slots_ptr,
     query_starts_ptr,
@@ -69,6 +70,7 @@ def _plan_kernel(
     counts_ptr,
     arrived_ptr,
     num_rows,
+    num_lines,
     NUM_KV_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -82,8 +84,10 @@ def _plan_kernel(
     TILES_AT_ONCE: tl.constexpr,
     SPLIT_FIELDS: tl.constexpr,
     TILE_FIELDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The lines of one row, behind those of all rows with longer contexts."""
+    wait_for_predecessor(OVERLAP)
     row = tl.program_id(0)
     other = tl.arange(0, ROWS)
     exists = other < num_rows
@@ -91,9 +95,15 @@ def _plan_kernel(
     lengths = (tl.load(query_starts_ptr + 1 + other, mask=exists, other=0) - first).to(tl.int32)
     contexts = tl.load(contexts_ptr + other, mask=exists, other=0).to(tl.int32)
     _, _, num_splits, num_tiles = _sizes(lengths, contexts, WINDOW, SHORT, MAX_SPLITS, MIN_SPLIT, MULTIPLE, TILE_TOKENS)
+    total = tl.sum(num_splits, axis=0)
     if row == 0:
-        tl.store(counts_ptr, tl.sum(num_splits, axis=0))
+        tl.store(counts_ptr, total)
         tl.store(counts_ptr + 1, tl.sum(num_tiles, axis=0))
+    # This program's share of the lines behind the last.
+    split = tl.arange(0, SPLITS)
+    behind = total + row * SPLITS + split
+    for field in tl.static_range(SPLIT_FIELDS):
+        tl.store(splits_ptr + behind * SPLIT_FIELDS + field, 0, mask=behind < num_lines)
 
     # This row.
     first = tl.load(query_starts_ptr + row)
@@ -108,7 +118,6 @@ def _plan_kernel(
         length, context, WINDOW, SHORT, MAX_SPLITS, MIN_SPLIT, MULTIPLE, TILE_TOKENS
     )
 
-    split = tl.arange(0, SPLITS)
     line = splits_ptr + (first_split + split) * SPLIT_FIELDS
     mine = split < num_splits
     begin = start + split * size
@@ -178,7 +187,7 @@ def plan_attention(
         short_tokens=short,
         window=window,
     )
-    launch(
+    launch_overlapping(
         _plan_kernel,
         (num_rows,),
         slots,
@@ -189,6 +198,7 @@ def plan_attention(
         work.counts,
         work.arrived,
         num_rows,
+        len(work.splits),
         NUM_KV_HEADS=num_kv_heads,
         KV_HEADS=triton.next_power_of_2(num_kv_heads),
         ROWS=triton.next_power_of_2(num_rows),

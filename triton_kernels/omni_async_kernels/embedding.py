@@ -4,13 +4,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 
 BLOCK = 1024
 
 
 @triton.jit
-def _embedding_kernel(ids_ptr, weight_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _embedding_kernel(ids_ptr, weight_ptr, out_ptr, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_predecessor(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -23,7 +24,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     size = weight.shape[1]
     out = weight.new_empty((len(ids), size))
     if len(ids):
-        launch(
+        launch_overlapping(
             _embedding_kernel, (len(ids), triton.cdiv(size, BLOCK)), ids, weight, out, size, BLOCK=BLOCK, num_warps=4
         )
     return out

@@ -1,4 +1,15 @@
-"""How kernels are launched: at once, or, to get ready for many launches, only compiled, on several threads."""
+"""How kernels are launched: one after another or overlapping; or, to get ready for many launches, only compiled.
+
+A step is a chain of short kernels. One that overlaps (programmatic dependent launch, CUDA programming guide) starts as
+soon as every program of the kernel before it has got what it waited for, and does what depends on nothing recent. Such
+a kernel keeps three rules. All of its programs call `wait_for_predecessor`, those without work too: a kernel that ended
+before its predecessor would end the wait of its successor too early. Before the call nothing is written. Before the
+call nothing is read that the predecessor may write; what the one before that wrote may be, since the predecessor did
+not let others start before its own wait was over, but past the L1 cache (".cg"), which knows nothing of other kernels.
+
+Kernels that are launched in the usual way, ours or not, start after all before them have ended, and end before any
+that waits goes on: both kinds may follow each other.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -6,7 +17,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import triton
+import triton.language as tl
 from triton import AsyncCompileMode
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+OVERLAP: bool = not triton.knobs.runtime.interpret
+"""Whether `launch_overlapping` does so: on devices of sm_90 and later, not in Triton's interpreter."""
 
 _compiling = ContextVar("_compiling", default=False)
 
@@ -17,6 +34,33 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         kernel.run(*arguments, grid=grid, warmup=True, **options)
     else:
         kernel[grid](*arguments, **options)
+
+
+def launch_overlapping(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, allowed: bool = True, **options: Any
+) -> None:
+    """Launch a kernel that may start before the one before it has ended; its parameter `OVERLAP` tells whether it may.
+
+    `allowed`: the kernel before wrote nothing that this one reads before its wait.
+    """
+    overlap = OVERLAP and allowed
+    launch(kernel, grid, *arguments, OVERLAP=overlap, launch_pdl=overlap, **options)
+
+
+@triton.jit
+def wait_for_predecessor(OVERLAP: tl.constexpr):
+    """Wait until the kernel before has ended and its results can be read; then let the kernel behind start."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for the lines of the pointers to come to the L2 cache; nothing waits for them. For the device only."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @contextmanager

@@ -8,11 +8,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from omni_async_kernels import linear_tiles
-from omni_async_kernels.launch import launch
-from omni_async_kernels.linear_parts import Norm, load_input, prefetch, silu_and_mul
+from omni_async_kernels.launch import launch_overlapping, prefetch, wait_for_predecessor
+from omni_async_kernels.linear_parts import Norm, load_input, silu_and_mul
 from omni_async_kernels.linear_tiles import MAX_TOKENS, MIN_TOKENS, Tile
 
 LINE = tl.constexpr(128)
@@ -39,7 +37,7 @@ def _matrix_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     # Tokens run fastest: programs that share weights read them at the same time.
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -53,7 +51,7 @@ def _matrix_kernel(
     gate_ptr = weight_ptr + first.to(tl.int64) * size
     up_ptr = weight_ptr + (first + num_columns).to(tl.int64) * size
     x_at = token.to(tl.int64)[:, None] * size + k
-    if PDL:
+    if OVERLAP:
         # No kernel makes the weights: their way may begin before the kernel that makes the input has ended.
         PER_LINE: tl.constexpr = LINE // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
         line = tl.arange(0, (BLOCK_K + PER_LINE - 1) // PER_LINE)[None, :] * PER_LINE
@@ -62,8 +60,9 @@ def _matrix_kernel(
             prefetch(gate_ptr + line_at)
             if GATED:
                 prefetch(up_ptr + line_at)
-        gdc_wait()
-        gdc_launch_dependents()
+            if norm_weight_ptr is not None:
+                prefetch(norm_weight_ptr + tl.minimum(block * BLOCK_K + line, size - 1))
+    wait_for_predecessor(OVERLAP)
     gate = tl.zeros([ROWS, TOKENS], tl.float32)
     up = tl.zeros([ROWS, TOKENS], tl.float32)
     squares = tl.zeros([TOKENS, BLOCK_K], tl.float32)
@@ -74,9 +73,8 @@ def _matrix_kernel(
             x = tl.load(x_ptr + start + x_at, mask=present & inside, other=0.0)
         else:
             mine = start // BLOCK_K % tl.num_programs(1) == program
-            x, x_squares = load_input(
-                x_ptr, residual_ptr, norm_weight_ptr, total_ptr, start + x_at, start + k, present & inside, inside, mine
-            )
+            norm_weight = tl.load(norm_weight_ptr + start + k, mask=inside, other=0.0)
+            x, x_squares = load_input(x_ptr, residual_ptr, norm_weight, total_ptr, start + x_at, present & inside, mine)
             squares += x_squares
             x = x.to(gate_weight.dtype)
         gate = tl.dot(gate_weight, tl.trans(x), gate, input_precision=PRECISION)
@@ -117,7 +115,7 @@ def matrix_product(
     num_columns = len(weight) // 2 if gated else len(weight)
     tokens = min(max(triton.next_power_of_2(num_tokens), MIN_TOKENS), MAX_TOKENS)
     y = torch.empty((num_tokens, num_columns), dtype=out_dtype, device=x.device)
-    launch(
+    launch_overlapping(
         _matrix_kernel,
         (triton.cdiv(num_tokens, tokens), triton.cdiv(num_columns, tile.rows)),
         x,
@@ -138,8 +136,6 @@ def matrix_product(
         EVEN_K=size % tile.block_k == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         NUM_STAGES=tile.num_stages,
-        PDL=linear_tiles.PDL,
         num_warps=tile.num_warps,
-        launch_pdl=linear_tiles.PDL,
     )
     return y

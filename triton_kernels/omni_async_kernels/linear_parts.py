@@ -21,7 +21,7 @@ class Norm:
 
 
 @triton.jit
-def load_input(x_ptr, residual_ptr, norm_weight_ptr, total_ptr, at, k, inside, inside_k, mine):
+def load_input(x_ptr, residual_ptr, norm_weight, total_ptr, at, inside, mine):
     """A block of the input in float32, times the norm's weight, and its squares; what is not `inside` is 0.
 
     The factor `1 / rms` is the same for a whole row: it is left to the end, when all squares are known. The sum with
@@ -29,8 +29,6 @@ def load_input(x_ptr, residual_ptr, norm_weight_ptr, total_ptr, at, k, inside, i
     """
     # All loads come before the store: the compiler cannot know that it changes none of them.
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    if norm_weight_ptr is not None:
-        norm_weight = tl.load(norm_weight_ptr + k, mask=inside_k, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
         # Rounded to the run dtype before it is squared, as the reference does: the sum is an output too.
@@ -38,8 +36,8 @@ def load_input(x_ptr, residual_ptr, norm_weight_ptr, total_ptr, at, k, inside, i
         tl.store(total_ptr + at, x, mask=inside & mine)
     x = x.to(tl.float32)
     squares = x * x
-    if norm_weight_ptr is not None:
-        x *= norm_weight
+    if norm_weight is not None:
+        x *= norm_weight.to(tl.float32)
     return x, squares
 
 
@@ -48,11 +46,3 @@ def silu_and_mul(gate, up, dtype: tl.constexpr):
     """`silu(gate) * up`, rounded to the run dtype at each step, as the reference does."""
     gate = gate.to(dtype).to(tl.float32)
     return (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def prefetch(pointers):
-    """Ask for the lines of the pointers to come to the L2 cache; nothing waits for them. For the device only."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )

@@ -7,12 +7,6 @@ from typing import Literal
 
 import triton
 
-PDL = False
-"""Whether a product's launch may overlap the end of the kernel before it (programmatic dependent launch, sm_90).
-
-Weights are then read before that kernel has ended: it must not be what writes them.
-"""
-
 TUNED = Path(__file__).parent / "tuned" / "linear_sm90.json"
 
 MIN_TOKENS, MAX_TOKENS = 8, 64

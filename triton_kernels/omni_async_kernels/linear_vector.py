@@ -8,10 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from omni_async_kernels import linear_tiles
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 from omni_async_kernels.linear_parts import Norm, load_input, silu_and_mul
 from omni_async_kernels.linear_tiles import Tile
 
@@ -33,7 +31,7 @@ def _vector_kernel(
     BLOCK_K: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     EVEN_K: tl.constexpr,
-    PDL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     program = tl.program_id(0)
     first = program * ROWS
@@ -44,20 +42,25 @@ def _vector_kernel(
     at = row[:, None] * size + k
     gate_ptr = weight_ptr + first.to(tl.int64) * size
     up_ptr = weight_ptr + (first + num_columns).to(tl.int64) * size
+    column = first + row
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column)
+        if GATED:
+            up_bias = tl.load(bias_ptr + num_columns + column)
     for block in tl.static_range(NUM_BLOCKS):
         start = block * BLOCK_K
         inside = (start + k < size) | EVEN_K
         gate_weight = tl.load(gate_ptr + start + at, mask=inside, other=0.0, eviction_policy="evict_first")
         if GATED:
             up_weight = tl.load(up_ptr + start + at, mask=inside, other=0.0, eviction_policy="evict_first")
-        if PDL and block == 0:
-            # No kernel makes the weights: their loads may begin before the kernel that makes the input has ended.
-            gdc_wait()
-            gdc_launch_dependents()
+        norm_weight = None
+        if norm_weight_ptr is not None:
+            norm_weight = tl.load(norm_weight_ptr + start + k, mask=inside, other=0.0)
+        if block == 0:
+            # No kernel makes the weights: their loads begin before the kernel that makes the input has ended.
+            wait_for_predecessor(OVERLAP)
         mine = block % tl.num_programs(0) == program
-        x, x_squares = load_input(
-            x_ptr, residual_ptr, norm_weight_ptr, total_ptr, start + k, start + k, inside, inside, mine
-        )
+        x, x_squares = load_input(x_ptr, residual_ptr, norm_weight, total_ptr, start + k, inside, mine)
         if block == 0:
             squares = x_squares
             gate = gate_weight.to(tl.float32) * x
@@ -69,19 +72,18 @@ def _vector_kernel(
                 up = up_weight.to(tl.float32) * x
             else:
                 up += up_weight.to(tl.float32) * x
-    column = first + row
     gate = tl.sum(gate, axis=1)
     if norm_weight_ptr is not None:
         scale = 1 / tl.sqrt(tl.sum(squares, axis=1) / size + eps)
         gate *= scale
     if bias_ptr is not None:
-        gate += tl.load(bias_ptr + column).to(tl.float32)
+        gate += bias.to(tl.float32)
     if GATED:
         up = tl.sum(up, axis=1)
         if norm_weight_ptr is not None:
             up *= scale
         if bias_ptr is not None:
-            up += tl.load(bias_ptr + num_columns + column).to(tl.float32)
+            up += up_bias.to(tl.float32)
         gate = silu_and_mul(gate, up, y_ptr.dtype.element_ty)
     tl.store(y_ptr + column, gate.to(y_ptr.dtype.element_ty), mask=first + tl.arange(0, ROWS) < num_columns)
 
@@ -103,7 +105,7 @@ def vector_product(
     num_columns = len(weight) // 2 if gated else len(weight)
     size = weight.shape[1]
     y = torch.empty((1, num_columns), dtype=out_dtype, device=x.device)
-    launch(
+    launch_overlapping(
         _vector_kernel,
         (triton.cdiv(num_columns, tile.rows),),
         x,
@@ -121,8 +123,6 @@ def vector_product(
         BLOCK_K=tile.block_k,
         NUM_BLOCKS=triton.cdiv(size, tile.block_k),
         EVEN_K=size % tile.block_k == 0,
-        PDL=linear_tiles.PDL,
         num_warps=tile.num_warps,
-        launch_pdl=linear_tiles.PDL,
     )
     return y

@@ -4,13 +4,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 
 BLOCK = 1024
 
 
 @triton.jit
-def _combine_kernel(routed_ptr, weights_ptr, out_ptr, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(
+    routed_ptr, weights_ptr, out_ptr, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    wait_for_predecessor(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -27,7 +30,7 @@ def combine(routed: Tensor, weights: Tensor) -> Tensor:
     num_tokens, top_k = weights.shape
     size = routed.shape[1]
     out = routed.new_empty((num_tokens, size))
-    launch(
+    launch_overlapping(
         _combine_kernel,
         (num_tokens, triton.cdiv(size, BLOCK)),
         routed,

@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, prefetch, wait_for_predecessor
+
+LINE = 128
+"""Bytes of a line of the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,9 @@ def _gated_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_predecessor(OVERLAP)
     # Pairs run fastest: those that share an expert read its weights at the same time.
     pair = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -91,14 +96,26 @@ def _down_kernel(
     BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
     EVEN_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One loop over all experts of a token, so that the next expert's weights are on their way early."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
     row = tl.minimum(column, num_columns - 1)[:, None] * size + k[None, :]
+    if OVERLAP:
+        # The router's choice is older than the activations: the first weights may come meanwhile.
+        line = tl.arange(0, LINES)[None, :] * (BLOCK_K // LINES)
+        for block in tl.static_range(NUM_STAGES):
+            if block < TOP_K * BLOCKS:
+                expert = tl.load(experts_ptr + token * TOP_K + block // BLOCKS, cache_modifier=".cg").to(tl.int64)
+                start = block % BLOCKS * BLOCK_K
+                line_at = tl.minimum(column, num_columns - 1)[:, None] * size + tl.minimum(start + line, size - 1)
+                prefetch(weight_ptr + expert * num_columns * size + line_at)
+    wait_for_predecessor(OVERLAP)
     acc = tl.zeros([ROWS, BLOCK_K], tl.float32)
     for block in tl.range(0, TOP_K * BLOCKS, num_stages=NUM_STAGES):
         pair = token * TOP_K + block // BLOCKS
@@ -125,7 +142,7 @@ def few_tokens(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, dow
     hidden_size, size = down.shape[1:]
     activations = x.new_empty((experts.numel(), size))
     block_k = min(triton.next_power_of_2(hidden_size), GATED.max_block)
-    launch(
+    launch_overlapping(
         _gated_kernel,
         (experts.numel(), triton.cdiv(size, GATED.rows)),
         x,
@@ -143,7 +160,7 @@ def few_tokens(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, dow
     )
     out = x.new_empty((num_tokens, hidden_size))
     block_k = min(triton.next_power_of_2(size), DOWN.max_block)
-    launch(
+    launch_overlapping(
         _down_kernel,
         (num_tokens, triton.cdiv(hidden_size, DOWN.rows)),
         activations,
@@ -157,6 +174,7 @@ def few_tokens(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, dow
         BLOCKS=triton.cdiv(size, block_k),
         ROWS=DOWN.rows,
         BLOCK_K=block_k,
+        LINES=max(block_k * down.element_size() // LINE, 1),
         EVEN_K=size % block_k == 0,
         NUM_STAGES=DOWN.num_stages,
         num_warps=DOWN.num_warps,

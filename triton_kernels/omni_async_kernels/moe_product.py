@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 from omni_async_kernels.moe_sort import SortedPairs
 
 NUM_SMS = 132
@@ -47,8 +47,10 @@ def _grouped_product_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """`GATED`: gathers tokens, writes activations in sorted order; else reads those, writes in the pairs' own order."""
+    wait_for_predecessor(OVERLAP)
     COLUMNS: tl.constexpr = ROWS // 2 if GATED else ROWS
     r = tl.arange(0, ROWS)
     if GATED:
@@ -105,7 +107,7 @@ def _grouped_product_kernel(
 def _launch(x: Tensor, weight: Tensor, out: Tensor, pairs: SortedPairs, top_k: int, gated: bool, tile: Tile) -> None:
     num_columns, size = out.shape[1], x.shape[1]
     column_tiles = triton.cdiv(weight.shape[1], tile.rows)
-    launch(
+    launch_overlapping(
         _grouped_product_kernel,
         (min(len(pairs.tiles) * column_tiles, NUM_SMS * tile.programs_per_sm),),
         x,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 
 
 @triton.jit
@@ -18,7 +18,9 @@ def _route_kernel(
     RENORMALISE: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_predecessor(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     exists = expert < num_experts
@@ -55,7 +57,7 @@ def route(router_logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor,
     experts = torch.empty((num_tokens, top_k), dtype=torch.int32, device=router_logits.device)
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=router_logits.device)
     if num_tokens:
-        launch(
+        launch_overlapping(
             _route_kernel,
             (num_tokens,),
             router_logits,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 
 MIN_BLOCK, MAX_BLOCK = 128, 4096
 """Pairs that one program looks at together; at least one for each of its threads."""
@@ -38,8 +38,10 @@ def _sort_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Place one expert's pairs: count all pairs first, so that no program needs another's result."""
+    wait_for_predecessor(OVERLAP)
     expert = tl.program_id(0)
     any_expert = tl.arange(0, BLOCK_E)
     counts = tl.zeros([BLOCK_E], tl.int32)
@@ -84,7 +86,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, tile_size: int) -> SortedP
         tile_size=tile_size,
     )
     block = min(max(triton.next_power_of_2(num_pairs), MIN_BLOCK), MAX_BLOCK)
-    launch(
+    launch_overlapping(
         _sort_kernel,
         (num_experts,),
         experts,

@@ -25,14 +25,17 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    work_is_older: bool = False,
 ) -> Tensor:
     """Attention of contiguous `q [T, Hq, D]` over contiguous caches `[N, B, Hk, D]` -> `[T, Hq, D]`.
 
     `block_tables [slots, n] int32`: row r's blocks are `block_tables[slots[r]]`; entries past its context may hold
     anything. `work`: of `plan_attention` for this step. A row's query i of n sees the first `context - n + i + 1` keys,
     of these the last `window`. Scores are `scale * q k`, with a soft cap `soft_cap * tanh(scale * q k / soft_cap)`
-    (https://arxiv.org/abs/2408.00118). Caches may be float8_e4m3fn: a key is `stored * k_scale`, a value `stored * v_scale`.
-    Float32 is computed in full precision. Tokens behind the last row's get no result.
+    (https://arxiv.org/abs/2408.00118). Caches may be float8_e4m3fn: a key is `stored * k_scale`, a value
+    `stored * v_scale`. Float32 is computed in full precision. Tokens behind the last row's get no result.
+    `work_is_older`: the kernel launched right before made neither the work nor the block tables, so they may be read
+    before it has ended.
 
     Raises:
         ValueError: the work was planned for a smaller window.
@@ -42,7 +45,9 @@ def paged_attention(
     out = torch.empty_like(q)
     scoring = Scoring.of(scale * k_scale, soft_cap)
     if len(work.splits):
-        attend_short_rows(q, out, k_cache, v_cache, block_tables, work, scoring, window, v_scale)
+        attend_short_rows(
+            q, out, k_cache, v_cache, block_tables, work, scoring, window, v_scale, work_is_older=work_is_older
+        )
     if len(work.tiles):
         attend_long_rows(q, out, k_cache, v_cache, block_tables, work, scoring, window, v_scale)
     return out

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 
 BLOCK = 32
 """Tokens, rows and sampled rows of one program."""
@@ -42,7 +42,9 @@ def _prepare_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_predecessor(OVERLAP)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 
     # Tokens. A token's row is the number of rows that end at or before it; padding lies behind the last.
@@ -92,8 +94,18 @@ def _prepare_kernel(
 
 @triton.jit(do_not_specialize=["size"])
 def _append_kernel(
-    ids_ptr, finite_ptr, slots_ptr, lengths_ptr, tokens_ptr, tokens_stride, out_ptr, size, BLOCK: tl.constexpr
+    ids_ptr,
+    finite_ptr,
+    slots_ptr,
+    lengths_ptr,
+    tokens_ptr,
+    tokens_stride,
+    out_ptr,
+    size,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_predecessor(OVERLAP)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     token = tl.load(ids_ptr + at, mask=inside, other=0).to(tl.int32)
@@ -126,9 +138,12 @@ def prepare(
     """
     num_rows, num_sampled = len(slots), len(sampled)
     sizes = [num_tokens] * 3 + [num_rows, num_rows + 1, num_rows] + [num_sampled] * 3
-    out = torch.split(torch.empty(sum(sizes), dtype=torch.int64, device=slots.device), sizes)
+    # Each part begins at a multiple of 16 bytes: kernels are compiled anew for addresses of another alignment.
+    rooms = [size + size % 2 for size in sizes]
+    parts = torch.split(torch.empty(sum(rooms), dtype=torch.int64, device=slots.device), rooms)
+    out = tuple(part[:size] for part, size in zip(parts, sizes, strict=True))
     grid = (triton.cdiv(max(num_tokens, num_rows + 1, num_sampled), BLOCK),)
-    launch(
+    launch_overlapping(
         _prepare_kernel,
         grid,
         slots,
@@ -159,7 +174,7 @@ def append(token_ids: Tensor, finite: Tensor, slots: Tensor, lengths: Tensor, to
     """
     out = torch.empty(len(token_ids), dtype=torch.int32, device=token_ids.device)
     if len(token_ids):
-        launch(
+        launch_overlapping(
             _append_kernel,
             (triton.cdiv(len(token_ids), BLOCK),),
             token_ids,

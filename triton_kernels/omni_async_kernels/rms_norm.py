@@ -5,17 +5,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    sum_ptr,
+    size,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
     at = row * size + column
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_predecessor(OVERLAP)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     if ADD:
         # Rounded to the run dtype before it is squared, as the reference does: the sum is an output too.
@@ -23,14 +34,13 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + at, x, mask=inside)
     x = x.to(tl.float32)
     scale = 1 / tl.sqrt(tl.sum(x * x, axis=0) / size + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + at, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, y: Tensor, total: Tensor, eps: float, *, add: bool) -> None:
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
-    launch(
+    launch_overlapping(
         _rms_norm_kernel,
         (x.numel() // size,),
         x,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 
 HEADS = 8
 """Heads of one program."""
@@ -31,6 +31,7 @@ def _rotate_and_cache_kernel(
     HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Elements `i` and `HALF + i` of a head are turned together; those from `2 HALF` on stay."""
     token = tl.program_id(0).to(tl.int64)
@@ -41,13 +42,27 @@ def _rotate_and_cache_kernel(
 
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     paired = exists & (pair < HALF)
+
+    # What no recent kernel wrote.
+    position = tl.load(positions_ptr + token, cache_modifier=".cg")
+    slot = tl.load(slots_ptr + token, cache_modifier=".cg")
+    cos = tl.load(cos_ptr + position * HALF + pair, mask=pair < HALF, other=0.0)
+    sin = tl.load(sin_ptr + position * HALF + pair, mask=pair < HALF, other=0.0)
+    if NORM:
+        low_weight = _head_weight(query_norm_ptr, key_norm_ptr, pair, pair < HALF, is_query, is_value)
+        high_weight = _head_weight(query_norm_ptr, key_norm_ptr, HALF + pair, pair < HALF, is_query, is_value)
+    if BLOCK_REST:
+        other = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        if NORM:
+            rest_weight = _head_weight(query_norm_ptr, key_norm_ptr, other, other < HEAD_SIZE, is_query, is_value)
+    wait_for_predecessor(OVERLAP)
+
     source = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_SIZE
     low = tl.load(qkv_ptr + source + pair, mask=paired, other=0.0)
     dtype = low.dtype
     low = low.to(tl.float32)
     high = tl.load(qkv_ptr + source + HALF + pair, mask=paired, other=0.0).to(tl.float32)
     if BLOCK_REST:
-        other = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
         left = exists & (other < HEAD_SIZE)
         rest = tl.load(qkv_ptr + source + other, mask=left, other=0.0).to(tl.float32)
 
@@ -56,18 +71,12 @@ def _rotate_and_cache_kernel(
         if BLOCK_REST:
             squares += tl.sum(rest * rest, axis=1)
         scale = tl.where(is_value, 1.0, (1 / tl.sqrt(squares / HEAD_SIZE + eps))[:, None])
-        low_weight = _head_weight(query_norm_ptr, key_norm_ptr, pair, pair < HALF, is_query, is_value)
-        high_weight = _head_weight(query_norm_ptr, key_norm_ptr, HALF + pair, pair < HALF, is_query, is_value)
         # Rounded to the run dtype between norm and rotation, as the reference does.
         low = (low * scale * low_weight).to(dtype).to(tl.float32)
         high = (high * scale * high_weight).to(dtype).to(tl.float32)
         if BLOCK_REST:
-            rest_weight = _head_weight(query_norm_ptr, key_norm_ptr, other, other < HEAD_SIZE, is_query, is_value)
             rest = rest * scale * rest_weight
 
-    position = tl.load(positions_ptr + token)
-    cos = tl.load(cos_ptr + position * HALF + pair, mask=pair < HALF, other=0.0)
-    sin = tl.load(sin_ptr + position * HALF + pair, mask=pair < HALF, other=0.0)
     cos = tl.where(is_value, 1.0, cos)
     sin = tl.where(is_value, 0.0, sin)
     turned_low = (low * cos - high * sin).to(dtype)
@@ -76,7 +85,6 @@ def _rotate_and_cache_kernel(
     to_query = (token * NUM_HEADS + head) * HEAD_SIZE
     tl.store(q_ptr + to_query + pair, turned_low, mask=paired & is_query)
     tl.store(q_ptr + to_query + HALF + pair, turned_high, mask=paired & is_query)
-    slot = tl.load(slots_ptr + token)
     is_key = (slot >= 0) & (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_value = (slot >= 0) & is_value
     to_key = (slot * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_SIZE
@@ -115,7 +123,7 @@ def rotate_and_cache(
     """Split `[T, (Hq + 2 Hk) D]`, norm (if weights `[D]` are given) and rotate queries and keys, write the cache.
 
     `positions [T] int64`; `cos`, `sin [P, rotary / 2] f32`; caches `[N, B, Hk, D]`; `slot_mapping [T] int64`, -1 writes
-    nothing. Returns the queries `[T, Hq, D]`.
+    nothing. Returns the queries `[T, Hq, D]`. Neither positions nor slots may be of the kernel launched right before.
     """
     num_kv_heads, head_size = k_cache.shape[2:]
     half = cos.shape[1]
@@ -124,7 +132,7 @@ def rotate_and_cache(
         return q
     rest = head_size - 2 * half
     total = num_heads + 2 * num_kv_heads
-    launch(
+    launch_overlapping(
         _rotate_and_cache_kernel,
         (len(qkv), triton.cdiv(total, HEADS)),
         qkv,

@@ -4,13 +4,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from omni_async_kernels.launch import launch
+from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 
 BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_predecessor(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -26,7 +27,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty((len(gate_up), size))
     if out.numel():
-        launch(
+        launch_overlapping(
             _silu_and_mul_kernel, (len(gate_up), triton.cdiv(size, BLOCK)), gate_up, out, size, BLOCK=BLOCK, num_warps=4
         )
     return out
