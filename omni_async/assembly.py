@@ -6,6 +6,7 @@ import torch
 
 from omni_async.backend.choose import choose_ops
 from omni_async.backend.ops import Ops
+from omni_async.errors import LoadError, OptionError
 from omni_async.intake import Intake
 from omni_async.loading.loaded import Loaded
 from omni_async.options import EngineOptions
@@ -25,7 +26,7 @@ STAGE = "text"
 
 LANE = "omni-async-lane"
 
-WORKSPACE = 2**28
+WORKSPACE = 2**30
 """Bytes left to the libraries and to what graphs occupy beside their steps' tensors."""
 
 Load = Callable[[EngineOptions], Loaded]
@@ -36,16 +37,23 @@ def assemble(load: Load, options: EngineOptions, on_end: RequestEnded) -> tuple[
     """Load a model and build the stage that serves it.
 
     Raises:
-        LoadError: the checkpoint cannot be loaded.
+        LoadError: the checkpoint cannot be loaded, or does not fit the device.
         OptionError: the options do not fit the model or the machine.
         CaptureError: a step cannot be captured as a CUDA graph.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    loaded = load(options)
+    try:
+        loaded = load(options)
+    except torch.OutOfMemoryError as error:
+        raise LoadError(f"the weights do not fit the device's memory: {error}") from error
     spec = loaded.model.spec
     ops = choose_ops(options.backend, loaded.device)
-    cache = _plan_cache(loaded, ops, options)
+    try:
+        cache = _plan_cache(loaded, ops, options)
+    except torch.OutOfMemoryError as error:
+        sizes = f"max_step_tokens {options.step_tokens(loaded.device.type)}, max_slots {options.max_slots}"
+        raise OptionError(f"beside the weights the largest step ({sizes}) does not fit the memory: {error}") from error
     scheduler = Scheduler(
         Limits(
             num_slots=options.max_slots,

@@ -21,7 +21,7 @@ class StepRunner(AbstractAsyncContextManager["StepRunner"], Protocol):
     """Runs plans on the device, in the order of their launch."""
 
     def launch(self, plan: StepPlan) -> Awaitable[StepOutput]:
-        """Start a step without waiting for it; a failure is part of the output, never raised."""
+        """Start a step without waiting for it; its failure is part of the output, that of the device is raised."""
         ...
 
 

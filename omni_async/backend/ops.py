@@ -194,6 +194,7 @@ class Ops(Protocol):
     def prepare(self, rows: StepRows, tokens: Tensor, block_tables: Tensor, block_size: int) -> StepInputs:
         """Gather a step's token ids, positions and cache slots; first enter the rows' new blocks into `block_tables`.
 
+        A token whose block is 0 writes nothing: nobody owns that block.
         `tokens [slots, max_len] int32` and `block_tables [slots, max_blocks] int32` are the device-resident tables.
         """
         ...

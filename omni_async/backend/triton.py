@@ -20,6 +20,9 @@ from omni_async.backend.ops import (
 )
 from omni_async.backend.reference.ops import ReferenceOps
 
+MANY_LOGPROBS = 512
+"""More of the best tokens than this are found by sorting: the kernel would look for them one by one."""
+
 
 class TritonOps(ReferenceOps):
     """`omni_async.backend.ops.Ops` for CUDA devices."""
@@ -144,7 +147,9 @@ class TritonOps(ReferenceOps):
         tables = _tables(batch.tables, batch.stage)
         token_ids, finite = kernels.sample(logits, batch.slots, batch.lengths, batch.tokens, tables)
         scores = None
-        if batch.num_logprobs >= 0:
+        if batch.num_logprobs > MANY_LOGPROBS:
+            scores = super().logprobs(logits, token_ids, batch.num_logprobs)
+        elif batch.num_logprobs >= 0:
             scores = Logprobs(*kernels.logprobs(logits, token_ids, batch.slots, tables, batch.num_logprobs))
         return Sampled(token_ids, finite, scores)
 

@@ -55,6 +55,10 @@ class DeviceState:
                 slots, places, values = entries
                 table[slots, places] = values
 
+    def disown(self, slots: Sequence[int]) -> None:
+        """Let these slots own no block until new ones are entered: steps that name them write nothing to the cache."""
+        self.block_tables[torch.tensor(slots, device=self.device)] = 0
+
 
 def _entries(parts: Sequence[tuple[int, int, Sequence[int]]]) -> NDArray[np.int32]:
     """Table entries from `(slot, first place, values)`."""

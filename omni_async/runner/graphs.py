@@ -1,6 +1,8 @@
 """CUDA graphs of whole steps: one for each shape, captured once, replayed for every plan that fits it."""
 
+import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -80,11 +82,19 @@ class StepGraphs:
             CaptureError: a step cannot be captured; the message names the shape.
         """
         before = torch.cuda.mem_get_info()[0]
-        for shape in track(self._buckets.shapes, label="capturing graphs", enabled=progress):
-            try:
-                self._graphs[shape] = self._capture(shape, compute)
-            except BaseException as error:
-                raise CaptureError(f"the step of {shape} cannot be captured as a CUDA graph: {error}") from error
+        # A collection amid a capture could destroy the graphs of an engine that is gone.
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            for shape in track(self._buckets.shapes, label="capturing graphs", enabled=progress):
+                try:
+                    self._graphs[shape] = self._capture(shape, compute)
+                except BaseException as error:
+                    raise CaptureError(f"the step of {shape} cannot be captured as a CUDA graph: {error}") from error
+        finally:
+            if collects:
+                gc.enable()
         self.memory = before - torch.cuda.mem_get_info()[0]
 
     def _capture(self, shape: StepShape, compute: Compute) -> StepGraph:
@@ -99,8 +109,11 @@ class StepGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 drawn = compute(shape, rows)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # says only that the capture failed, not why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         if drawn is None:
             raise ValueError("a captured step samples at least one row")
         return StepGraph(rows, drawn, graph)

@@ -1,21 +1,19 @@
 """Runs step plans on a model: rows and updates go up, the step is launched, what it drew comes back. No policy."""
 
 import asyncio
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from omni_async.backend.ops import Logprobs, Ops, StepContext
 from omni_async.models.protocol import StageModel
 from omni_async.runner.device_state import DeviceState
 from omni_async.runner.graphs import MAX_LOGPROBS, Drawn, StepGraphs
-from omni_async.runner.lane import Lane
+from omni_async.runner.lane import HostArrays, Lane
 from omni_async.runner.step_shape import StepShape
 from omni_async.sampling.logprobs import HostLogprobs
 from omni_async.sampling.params import SamplingNeeds
@@ -24,6 +22,9 @@ from omni_async.scheduler.plan import NewBlocks, Phase, StepOutput, StepPlan
 
 SCORED_ROWS = 128
 """Prompt positions whose logits are made at once, so that a long prompt's never fill the memory."""
+
+Scores = dict[int, list[Callable[[], HostArrays]]]
+"""Log-probabilities of prompts by row, in parts that are on their way to the host."""
 
 EVERYTHING = SamplingNeeds(sum(SamplingNeeds))
 """A graph serves every batch, so its rows may make use of all that the sampler has."""
@@ -71,6 +72,8 @@ class Runner:
             except torch.AcceleratorError:  # the device itself failed, and nothing on it works any more
                 raise
             except BaseException as error:  # ends the requests of this plan, chained
+                # Steps that are planned already name its slots, whose tables may still be those of earlier owners.
+                self._state.disown([*(row.slot for row in plan.rows), *(a.slot for a in plan.admissions)])
                 failed = StepOutput(plan, [], [], error=error)
                 return lambda: failed
 
@@ -152,9 +155,12 @@ class Runner:
         """A step whose rows may make use of everything."""
         return self._draw(*self._forward(shape, packed, EVERYTHING, MAX_LOGPROBS))
 
-    def _score(self, plan: StepPlan, scored: list[int], hidden: Tensor, step: StepContext) -> dict[int, Logprobs]:
-        """Log-probabilities of the prompt's tokens, by index of the rows whose requests asked."""
-        scores: dict[int, Logprobs] = {}
+    def _score(self, plan: StepPlan, scored: list[int], hidden: Tensor, step: StepContext) -> Scores:
+        """Log-probabilities of the prompt's tokens, by index of the rows whose requests asked.
+
+        Each part is brought to the host as it is made, so that the device holds one at a time.
+        """
+        scores: Scores = {}
         firsts = np.cumsum([0, *[row.length for row in plan.rows]])
         for index in scored:
             row = plan.rows[index]
@@ -164,15 +170,15 @@ class Runner:
             if count <= 0:
                 continue
             targets = self._state.tokens[row.slot, row.start + 1 : row.start + 1 + count].long()
-            parts = []
+            parts = scores[index] = []
             for at in range(0, count, SCORED_ROWS):
                 end = min(at + SCORED_ROWS, count)
                 logits = self._model.logits(hidden[first + at : first + end], step)
-                parts.append(self._ops.logprobs(logits, targets[at:end], row.sequence.num_prompt_logprobs))
-            scores[index] = Logprobs(*[torch.cat(columns) for columns in zip(*map(_columns, parts), strict=True)])
+                values = self._ops.logprobs(logits, targets[at:end], row.sequence.num_prompt_logprobs)
+                parts.append(self._lane.download(_columns(values)))
         return scores
 
-    def _collect(self, plan: StepPlan, drawn: Drawn | None, scores: dict[int, Logprobs]) -> Callable[[], StepOutput]:
+    def _collect(self, plan: StepPlan, drawn: Drawn | None, scores: Scores) -> Callable[[], StepOutput]:
         """Start bringing results to the host; the closure makes the step's output of them."""
         wanted: list[Tensor] = []
         asked = drawn is not None and drawn.logprobs is not None and plan.num_logprobs >= 0
@@ -180,19 +186,16 @@ class Runner:
             wanted.append(drawn.token_ids)
             if drawn.logprobs is not None and asked:
                 wanted += _columns(drawn.logprobs)
-        for values in scores.values():
-            wanted += _columns(values)
         fetch = self._lane.download(wanted)
 
         def finish() -> StepOutput:
-            arrays = iter(fetch())
-            ids = next(arrays) if drawn is not None else np.empty(0, np.int32)
+            ids, *columns = fetch() if drawn is not None else (np.empty(0, np.int32),)
             return StepOutput(
                 plan,
                 token_ids=ids.tolist(),
                 finite=(ids >= 0).tolist(),
-                logprobs=_host_logprobs(arrays) if asked else None,
-                prompt_logprobs={index: _host_logprobs(arrays) for index in scores},
+                logprobs=HostLogprobs(*[column.copy() for column in columns]) if asked else None,
+                prompt_logprobs={index: _join(parts) for index, parts in scores.items()},
             )
 
         return finish
@@ -217,5 +220,5 @@ def _columns(values: Logprobs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return values.chosen, values.rank, values.top_ids, values.top
 
 
-def _host_logprobs(arrays: Iterator[NDArray[Any]]) -> HostLogprobs:
-    return HostLogprobs(*[array.copy() for array in itertools.islice(arrays, 4)])
+def _join(parts: list[Callable[[], HostArrays]]) -> HostLogprobs:
+    return HostLogprobs(*[np.concatenate(columns) for columns in zip(*[part() for part in parts], strict=True)])

@@ -76,7 +76,7 @@ class StreamLane:
             yield
         finally:
             torch.cuda.set_stream(self.compute)
-        self.compute.wait_event(self._copy_in.record_event())
+            self.compute.wait_event(self._copy_in.record_event())
 
     def send(self, array: NDArray[np.int32], into: Tensor | None) -> Tensor:
         """Copy a small array through pinned memory."""

@@ -219,7 +219,10 @@ SHAPES = [
 @pytest.mark.parametrize(("num_rows", "size"), SHAPES)
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("kind", ["linear", "norm_linear", "norm_linear_gated"])
-def test_the_rule_fits_the_device(kind: linear_tiles.Kind, element_size: int, num_rows: int, size: int) -> None:
+def test_the_rule_fits_the_device(
+    kind: linear_tiles.Kind, element_size: int, num_rows: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_tiles, "_TUNED", {})  # what was tuned ran on the device
     for num_tokens in (1, 2, 4, 8, 16):
         tile = tiles(kind, num_tokens, num_rows, size, element_size)
         if element_size == 4 and num_tokens > 1:
@@ -228,8 +231,8 @@ def test_the_rule_fits_the_device(kind: linear_tiles.Kind, element_size: int, nu
         assert tile is not None
         parts = 2 if kind == "norm_linear_gated" else 1
         weights = parts * tile.rows * tile.block_k * element_size
-        if num_tokens == 1:  # in registers: at most 256 bytes a thread, or one row
-            assert weights <= 256 * 32 * tile.num_warps or tile.rows == 1
+        if num_tokens == 1:  # in registers: at most 128 bytes a thread, or one row
+            assert weights <= 128 * 32 * tile.num_warps or tile.rows == 1
         else:
             assert tile.num_stages * (weights + 2 * 16 * tile.block_k * element_size) < 227 * 1024
         programs = -(-num_rows // parts // tile.rows)

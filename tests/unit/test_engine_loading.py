@@ -4,9 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from omni_async import CheckpointError, Engine, EngineClosed, Request, SamplingParams
+from omni_async import CheckpointError, Engine, EngineClosed, EngineOptions, LoadError, Request, SamplingParams
+from omni_async.loading.loaded import Loaded
 from tests.support.checkpoints import save_folder, tiny_config
 
 pytestmark = pytest.mark.anyio
@@ -80,3 +82,12 @@ async def test_a_damaged_shard_is_named_before_anything_is_served(
     assert damage is halve or any(tensor in str(caught.value) for tensor in inside)
     with pytest.raises(EngineClosed, match="did not start"):
         engine.stream(Request(prompt="abc"))
+
+
+async def test_weights_that_do_not_fit_are_a_load_error() -> None:
+    def load(_: EngineOptions) -> Loaded:
+        raise torch.OutOfMemoryError("tried to allocate 61 GiB, 12 GiB are free")
+
+    with pytest.raises(LoadError, match="weights do not fit.* 61 GiB, 12 GiB are free"):
+        async with Engine(load, EngineOptions()):
+            pass

@@ -62,7 +62,7 @@ def _prepare_kernel(
     # The new block may not be in the table yet: another program of this launch writes it.
     is_new = tl.load(new_places_ptr + row, mask=real, other=-1) == position // BLOCK_SIZE
     block = tl.where(is_new, tl.load(new_blocks_ptr + row, mask=real, other=0), block).to(tl.int64)
-    place = tl.where(real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    place = tl.where(real & (block > 0), block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     tl.store(token_ids_ptr + at, token.to(tl.int64), mask=at < num_tokens)
     tl.store(positions_ptr + at, position.to(tl.int64), mask=at < num_tokens)
     tl.store(mapping_ptr + at, place, mask=at < num_tokens)
@@ -131,10 +131,10 @@ def prepare(
     """The inputs of a step from its rows: `slots [R]`, `starts [R]`, `query_starts [R + 1]`, `sampled [S]`, all int32.
 
     Padding has slot -1 or sampled row -1. `tokens [slots, n] int32` and `block_tables [slots, m] int32` are the
-    tables; the blocks `new_blocks [R]` are entered at `new_places [R]` (-1: none) of the rows' lines.
-    Returns, all int64: token ids, positions and cache places `[T]` (padding: 0, 0, -1); slots `[R]`, query starts
-    `[R + 1]`, context lengths `[R]`; of the sampled rows `[S]` the last token's place in the step, the slot and the
-    number of known tokens (padding: 0, -1, 0).
+    tables; the blocks `new_blocks [R]` are entered at `new_places [R]` (-1: none) of the rows' lines. Block 0 has no
+    places. Returns, all int64: token ids, positions and cache places `[T]` (padding: 0, 0, -1); slots `[R]`, query
+    starts `[R + 1]`, context lengths `[R]`; of the sampled rows `[S]` the last token's place in the step, the slot and
+    the number of known tokens (padding: 0, -1, 0).
     """
     num_rows, num_sampled = len(slots), len(sampled)
     sizes = [num_tokens] * 3 + [num_rows, num_rows + 1, num_rows] + [num_sampled] * 3

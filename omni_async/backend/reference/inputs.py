@@ -26,7 +26,7 @@ def prepare(rows: StepRows, tokens: Tensor, block_tables: Tensor, block_size: in
             query_starts=query_starts,
             context_lens=context_lens,
             block_tables=block_tables,
-            slot_mapping=blocks * block_size + positions % block_size,
+            slot_mapping=torch.where(blocks > 0, blocks * block_size + positions % block_size, -1),
             single=rows.single,
         ),
         sampled_tokens=query_starts[1:][sampled] - 1,
