@@ -65,7 +65,9 @@ class EngineOptions:
     num_blocks: int | None = None
     """Cache blocks; `None`: as many as `cache_memory` holds."""
     cache_memory: int | None = None
-    """Bytes for the cache; `None`: a quarter of the free memory, at most what all slots can fill."""
+    """Bytes for the cache; `None`: what all slots can fill, if there is as much.
+
+    At most a quarter of the free memory; on cuda nine tenths of what the largest step leaves."""
     prefix_caching: bool = True
     """Share the cache blocks of equal prompt starts."""
     pipelined: bool = True
