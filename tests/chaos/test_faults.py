@@ -196,8 +196,10 @@ async def test_closing_with_an_unread_request_alone(no_threads_left: None) -> No
             pass
 
 
+# A shell's background job is started with SIGINT ignored, and so would be this program if the tests are run in one.
 HOST_PROGRAM = """
-import asyncio, sys
+import asyncio, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from omni_async import Request
 from tests.support.engines import byte_ids, scripted_engine
 from tests.support.scripted import Script, ScriptedModel
