@@ -1,9 +1,11 @@
 """CUDA graphs of whole steps: one for each shape, captured once, replayed for every plan that fits it."""
 
 import gc
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from omni_async.errors import CaptureError
 from omni_async.progress import track
 from omni_async.runner.step_shape import Buckets, StepShape
 from omni_async.runner.stream_lane import StreamLane
+
+LOG = logging.getLogger(__name__)
 
 MAX_LOGPROBS = 20
 """Most log-probabilities of a position that a graph makes; steps that need more run without one."""
@@ -67,8 +71,6 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         room = max(shape.packed_size for shape in self._buckets.shapes)
         self._rows = torch.empty(room, dtype=torch.int32, device=device)
-        self.memory = 0
-        """Bytes that the graphs occupy."""
 
     def find(self, num_tokens: int, num_rows: int, num_sampled: int) -> tuple[StepShape, StepGraph] | None:
         """The smallest graph that has room for a step, and its shape."""
@@ -81,7 +83,7 @@ class StepGraphs:
         Raises:
             CaptureError: a step cannot be captured; the message names the shape.
         """
-        before = torch.cuda.mem_get_info()[0]
+        began, free = perf_counter(), torch.cuda.mem_get_info()[0]
         # A collection amid a capture could destroy the graphs of an engine that is gone.
         gc.collect()
         collects = gc.isenabled()
@@ -95,7 +97,13 @@ class StepGraphs:
         finally:
             if collects:
                 gc.enable()
-        self.memory = before - torch.cuda.mem_get_info()[0]
+        occupied = free - torch.cuda.mem_get_info()[0]
+        LOG.info(
+            "captured %d graphs in %.1f s; they occupy %.0f MiB",
+            len(self._graphs),
+            perf_counter() - began,
+            occupied / 2**20,
+        )
 
     def _capture(self, shape: StepShape, compute: Compute) -> StepGraph:
         rows = self._rows[: shape.packed_size]
