@@ -186,11 +186,14 @@ class Engine:
             capacity=self.options.max_unread_tokens,
         )
         self._live.add(mailbox)
-        try:
-            self._preparing.submit(self._prepare, stage, intake, request, params, mailbox)
-        except RuntimeError as error:  # the pool was shut down meanwhile
-            self._live.remove(mailbox)
-            raise self._closed_error() or EngineClosed(CLOSED) from error
+        if intake.is_quick(request, params):
+            self._prepare(stage, intake, request, params, mailbox)
+        else:
+            try:
+                self._preparing.submit(self._prepare, stage, intake, request, params, mailbox)
+            except RuntimeError as error:  # the pool was shut down meanwhile
+                self._live.remove(mailbox)
+                raise self._closed_error() or EngineClosed(CLOSED) from error
         return EventStream(
             StageDesk(stage, self._live),
             mailbox,
@@ -265,7 +268,7 @@ class Engine:
     def _prepare(
         self, stage: Stage, intake: "Intake", request: Request, params: SamplingParams, mailbox: Mailbox
     ) -> None:
-        """Runs on an intake thread; whatever goes wrong there ends this request."""
+        """Whatever goes wrong here ends this request; signals end more than that."""
         if self._live.find(mailbox.request_id) is not mailbox:
             return  # its caller has left: nobody waits for an end
         try:
@@ -273,6 +276,8 @@ class Engine:
         except BaseException as error:
             self._live.remove(mailbox)
             mailbox.fail(error)
+            if not isinstance(error, Exception):
+                raise
         else:
             stage.submit(active)
 

@@ -13,11 +13,10 @@ from omni_async.options import EngineOptions
 from omni_async.runner.device_state import DeviceState
 from omni_async.runner.graphs import StepGraphs
 from omni_async.runner.lane import Lane, ThreadLane
-from omni_async.runner.memory import CachePlan, free_memory, measure_peak, plan_cache
+from omni_async.runner.memory import CachePlan, cache_dtype, free_memory, measure_peak, plan_cache
 from omni_async.runner.runner import Runner
 from omni_async.runner.step_shape import Buckets
 from omni_async.runner.stream_lane import StreamLane
-from omni_async.sampling.table import SamplingTable
 from omni_async.scheduler.scheduler import Limits, Scheduler
 from omni_async.stage import RequestEnded, Stage
 
@@ -81,27 +80,28 @@ def assemble(load: Load, options: EngineOptions, on_end: RequestEnded) -> tuple[
 def _plan_cache(loaded: Loaded, ops: Ops, options: EngineOptions) -> CachePlan:
     """Size the cache; on cuda from what the largest step leaves, which is found out by running it."""
     spec, device = loaded.model.spec, loaded.device
+    dtype = cache_dtype(options, loaded.dtype)
     if device.type != "cuda":
         free = free_memory(device)
-        return plan_cache(spec, options, loaded.dtype, free, default_memory=free // 4)
+        return plan_cache(spec, options, dtype, free, default_memory=free // 4)
     peak = WORKSPACE
     if ops.capturable:  # such a step can be all padding, without a cache
         rows = options.max_slots
         length = min(options.max_model_len or spec.max_positions, spec.max_positions)
-        state = DeviceState(spec, CachePlan(1, length), rows, options.block_size, loaded.dtype, device)
-        rehearsal = Runner(loaded.model, ops, state, SamplingTable(rows, spec.vocab_size, device), ThreadLane(LANE))
+        state = DeviceState(spec, CachePlan(1, length), rows, options.block_size, dtype, device)
+        rehearsal = Runner(loaded.model, ops, state, ThreadLane(LANE))
         shapes = Buckets(options.step_tokens(device.type), rows).shapes
         rehearsal.compile(shapes)
         # Once for what is launched by the host, once for the graphs.
         peak += 2 * measure_peak(lambda: rehearsal.rehearse(shapes[0]), device)
     left = max(free_memory(device) - peak, 0)
-    return plan_cache(spec, options, loaded.dtype, left, default_memory=left * 9 // 10)
+    return plan_cache(spec, options, dtype, left, default_memory=left * 9 // 10)
 
 
 def _make_runner(loaded: Loaded, ops: Ops, options: EngineOptions, cache: CachePlan) -> Runner:
     spec, device = loaded.model.spec, loaded.device
-    state = DeviceState(spec, cache, options.max_slots, options.block_size, loaded.dtype, device)
-    table = SamplingTable(options.max_slots, spec.vocab_size, device)
+    dtype = cache_dtype(options, loaded.dtype)
+    state = DeviceState(spec, cache, options.max_slots, options.block_size, dtype, device)
     lane: Lane
     graphs = None
     if device.type == "cuda":
@@ -110,7 +110,7 @@ def _make_runner(loaded: Loaded, ops: Ops, options: EngineOptions, cache: CacheP
             graphs = StepGraphs(options.step_tokens(device.type), options.max_slots, lane, device)
     else:
         lane = ThreadLane(LANE)
-    runner = Runner(loaded.model, ops, state, table, lane, graphs)
+    runner = Runner(loaded.model, ops, state, lane, graphs)
     runner.capture(progress=options.progress)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # what was written so far was written on other streams than the lane's

@@ -7,6 +7,7 @@ from omni_async.errors import OptionError
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "float16", "bfloat16"]
+CacheDtype = Literal["auto", "float8_e4m3"]
 Backend = Literal["auto", "reference", "triton"]
 LoadFormat = Literal["auto", "random"]
 
@@ -19,6 +20,7 @@ class OptionFields(TypedDict, total=False):
 
     device: Device
     dtype: Dtype | None
+    cache_dtype: CacheDtype
     backend: Backend
     load_format: LoadFormat
     max_model_len: int | None
@@ -48,6 +50,12 @@ class EngineOptions:
     """`auto`: cuda where there is one, else cpu."""
     dtype: Dtype | None = None
     """The run dtype; `None`: the checkpoint's own (float32 for a quantised file on the CPU)."""
+    cache_dtype: CacheDtype = "auto"
+    """What keys and values are kept in; `auto`: the run dtype.
+
+    `float8_e4m3`: as many bytes hold twice as many tokens as in 16 bits. Each value is rounded to 4 significant bits
+    without scales, magnitudes beyond 448 to 448, those below 0.001 to 0. So answers change, most of all those of models
+    whose keys have outliers: measure it with yours."""
     backend: Backend = "auto"
     """Who computes: `reference` is plain torch; `triton`, for cuda, has kernels of our own; `auto`: by the device."""
     load_format: LoadFormat = "auto"
@@ -90,6 +98,8 @@ class EngineOptions:
             raise OptionError(f"backend must be 'auto', 'reference' or 'triton', got {self.backend!r}")
         if self.dtype not in (None, "float32", "float16", "bfloat16"):
             raise OptionError(f"dtype must be 'float32', 'float16', 'bfloat16' or None, got {self.dtype!r}")
+        if self.cache_dtype not in ("auto", "float8_e4m3"):
+            raise OptionError(f"cache_dtype must be 'auto' or 'float8_e4m3', got {self.cache_dtype!r}")
         if self.load_format not in ("auto", "random"):
             raise OptionError(f"load_format must be 'auto' or 'random', got {self.load_format!r}")
         for name, value, low, high in (

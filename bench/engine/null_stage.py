@@ -14,12 +14,15 @@ from time import perf_counter
 from types import TracebackType
 from typing import Self
 
+import torch
 from tokenizers import Tokenizer, decoders, models
 
 from omni_async.errors import EngineClosed
 from omni_async.mailbox import Mailbox
+from omni_async.models.protocol import CacheLayout, ModelSpec
 from omni_async.runner.device_state import DeviceState
 from omni_async.runner.lane import ThreadLane
+from omni_async.runner.memory import CachePlan
 from omni_async.runner.runner import split_gained
 from omni_async.runner.step_shape import StepShape
 from omni_async.scheduler.plan import StepOutput, StepPlan, Update
@@ -72,7 +75,10 @@ class TimedScheduler(Scheduler):
 class NullRunner:
     """Answers every plan with random tokens, at once or through a lane."""
 
-    def __init__(self, clock: Clock, mailboxes: list[Mailbox], draw: Random, lane: ThreadLane | None) -> None:
+    def __init__(
+        self, state: DeviceState, clock: Clock, mailboxes: list[Mailbox], draw: Random, lane: ThreadLane | None
+    ) -> None:
+        self._state = state
         self._clock = clock
         self._mailboxes = mailboxes
         self._draw = draw
@@ -101,7 +107,7 @@ class NullRunner:
         shape = StepShape(plan.num_tokens, len(plan.rows), count, single=plan.num_tokens == len(plan.rows))
         shape.pack(plan.rows, gained)
         if plan.admissions or rest:
-            DeviceState.pack(plan.admissions, rest)
+            self._state.slots.pack(self._state.entries(plan.admissions, rest))
         prepared = perf_counter()
         clock = self._clock
         clock.prepare.append(prepared - began)
@@ -169,7 +175,10 @@ async def run_steps(clock: Clock, load: Load) -> None:
     )
     vocabulary = Vocabulary(_tokenizer(draw)) if load.with_text else None
     mailboxes: list[Mailbox] = []
-    runner = NullRunner(clock, mailboxes, draw, ThreadLane("bench-lane") if load.through_lane else None)
+    spec = ModelSpec(1, VOCAB_SIZE, max_length, CacheLayout(num_layers=0, num_kv_heads=1, head_size=1))
+    plan = CachePlan(limits.num_blocks, max_length)
+    state = DeviceState(spec, plan, load.num_rows, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    runner = NullRunner(state, clock, mailboxes, draw, ThreadLane("bench-lane") if load.through_lane else None)
     stage = Stage(TimedScheduler(limits, clock), runner, output="text", pipelined=True, on_end=lambda mailbox: None)
     for number in range(load.num_rows):
         mailbox = Mailbox(f"r{number}", number, perf_counter(), 1, 1024)

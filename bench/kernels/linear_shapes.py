@@ -1,12 +1,12 @@
 """Products of decoding steps: shapes of models, random data, and times that no cache helps."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from statistics import median
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from omni_async_kernels.linear import product
+from omni_async_kernels.linear import product, torch_product
 from omni_async_kernels.linear_tiles import Kind, Tile, tiles
 from omni_async_kernels.norm_linear import norm_linear_with
 from torch import Tensor
@@ -30,17 +30,17 @@ class Shape:
 
 SHAPES = (
     Shape("0.6B qkv", "norm_linear", 4096, 1024),
-    Shape("0.6B o", "linear", 1024, 2048),
+    Shape("0.6B o", "linear_add", 1024, 2048),
     Shape("0.6B gate, up", "norm_linear_gated", 6144, 1024),
-    Shape("0.6B down", "linear", 1024, 3072),
+    Shape("0.6B down", "linear_add", 1024, 3072),
     Shape("0.6B head", "linear", 151936, 1024),
     Shape("8B qkv", "norm_linear", 6144, 4096),
-    Shape("8B o", "linear", 4096, 4096),
+    Shape("8B o", "linear_add", 4096, 4096),
     Shape("8B gate, up", "norm_linear_gated", 24576, 4096),
-    Shape("8B down", "linear", 4096, 12288),
+    Shape("8B down", "linear_add", 4096, 12288),
     Shape("8B head", "linear", 151936, 4096),
     Shape("30B-A3B qkv", "norm_linear", 5120, 2048),
-    Shape("30B-A3B o", "linear", 2048, 4096),
+    Shape("30B-A3B o", "linear_add", 2048, 4096),
     Shape("30B-A3B router", "linear", 128, 2048),
     Shape("30B-A3B head", "linear", 151936, 2048),
 )
@@ -54,6 +54,7 @@ class Case:
     x: Tensor
     """`[T, K]`."""
     residual: Tensor
+    """`[T, N]`: torch's product adds to it in place."""
     norm_weight: Tensor
     weights: Tensor
     """`[copies, N, K]`."""
@@ -64,7 +65,7 @@ class Case:
         return cls(
             shape=shape,
             x=random(num_tokens, shape.size, seed=seed),
-            residual=random(num_tokens, shape.size, seed=seed + 1),
+            residual=random(num_tokens, shape.rows, seed=seed + 1),
             norm_weight=random(shape.size, seed=seed + 2),
             weights=weights,
         )
@@ -73,9 +74,10 @@ class Case:
     def moved_bytes(self) -> int:
         """What one product must read and write."""
         num_tokens, size = self.x.shape
-        columns = self.shape.rows // 2 if self.shape.kind == "norm_linear_gated" else self.shape.rows
-        of_input = num_tokens * size * (1 if self.shape.kind == "linear" else 3)
-        return 2 * (self.shape.rows * size + of_input + num_tokens * columns)
+        gated = self.shape.kind == "norm_linear_gated"
+        columns = self.shape.rows // 2 if gated else self.shape.rows
+        of_result = columns * (2 if self.shape.kind == "linear_add" else 1)
+        return 2 * (self.shape.rows * size + num_tokens * (size + of_result))
 
     def chosen(self) -> Tile | None:
         """The tile that the package uses."""
@@ -83,14 +85,38 @@ class Case:
 
     def multiply(self, tile: Tile | None, weight: Tensor) -> object:
         """One product; without a tile by torch's, with our norm and activation around it."""
-        if self.shape.kind == "linear":
-            return F.linear(self.x, weight) if tile is None else product(self.x, weight, None, tile)
+        if self.shape.kind in ("linear", "linear_add"):
+            residual = self.residual if self.shape.kind == "linear_add" else None
+            if tile is None:
+                return torch_product(self.x, weight, None, residual)
+            return product(self.x, weight, None, tile, residual=residual)
         gated = self.shape.kind == "norm_linear_gated"
-        return norm_linear_with(tile, self.x, self.residual, self.norm_weight, 1e-6, weight, None, gated=gated)
+        return norm_linear_with(tile, self.x, self.norm_weight, 1e-6, weight, None, gated=gated)
+
+    def multiply_all(self, tile: Tile | None) -> None:
+        """One product for each copy of the weights."""
+        for weight in self.weights:
+            self.multiply(tile, weight)
 
     def samples_us(self, tile: Tile | None, repeats_ms: int) -> list[float]:
         """Times of one product: a graph of one for each copy of the weights, divided by their number."""
-        return each_us([partial(self.multiply, tile, weight) for weight in self.weights], repeats_ms)
+        return [time * 1e3 / len(self.weights) for time in samples_ms(partial(self.multiply_all, tile), repeats_ms)]
+
+    def glance_us(self, tile: Tile | None, num_replays: int) -> float:
+        """The median of a few such times, taken in milliseconds."""
+        self.multiply_all(tile)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.multiply_all(tile)
+        graph.replay()
+        events = [torch.Event("cuda", enable_timing=True) for _ in range(num_replays + 1)]
+        for event in events[:-1]:
+            event.record()
+            graph.replay()
+        events[-1].record()
+        torch.cuda.synchronize()
+        times_ms = [start.elapsed_time(end) for start, end in pairwise(events)]
+        return median(times_ms) * 1e3 / len(self.weights)
 
 
 def random_weights(shape: Shape, seed: int) -> Tensor:
@@ -100,13 +126,3 @@ def random_weights(shape: Shape, seed: int) -> Tensor:
     weights = torch.empty((min(copies, 400), shape.rows, shape.size), dtype=torch.bfloat16, device="cuda")
     generator = torch.Generator("cuda").manual_seed(seed)
     return weights.normal_(std=shape.size**-0.5, generator=generator)
-
-
-def each_us(works: Sequence[Callable[[], object]], repeats_ms: int) -> list[float]:
-    """Times of one of the works, which run one after the other in one graph: what each adds, its launch included."""
-
-    def run_all() -> None:
-        for work in works:
-            work()
-
-    return [time * 1e3 / len(works) for time in samples_ms(run_all, repeats_ms)]

@@ -22,7 +22,7 @@ Weights = tuple[Tensor, Tensor]
 
 def _through_layers(x: Tensor, logits: list[Tensor], layers: list[Weights]) -> None:
     for one, (gate_up, down) in zip(logits, layers, strict=True):
-        moe(x, one, gate_up, down, TOP_K, True)
+        moe(x, one, gate_up, down, TOP_K, True, x)
 
 
 def _experts_in_use(logits: Tensor) -> int:

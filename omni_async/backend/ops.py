@@ -14,7 +14,11 @@ from torch import Tensor
 from omni_async.sampling.params import SamplingNeeds
 
 LayerCache = tuple[Tensor, Tensor]
-"""Keys and values of one layer, each `[N, B, Hk, D]` in the run dtype. Block 0 is never owned and stays zero."""
+"""Keys and values of one layer, each `[N, B, Hk, D]`. Block 0 is never owned and stays zero.
+
+In the run dtype or in float8_e4m3fn, where magnitudes beyond 448 are written as 448. Queries see keys and values as
+they are stored, those of their own step too, so that results do not depend on how a prompt is cut into steps.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class StepInputs:
     token_ids: Tensor
     """`[T] int64`; 0 for padding."""
     positions: Tensor
-    """`[T] int64`: absolute; 0 for padding."""
+    """`[T] int64`: absolute; 0 for padding. For a rotary with axes they may be `[A, T]`."""
     attention: AttentionBatch
     sampled_tokens: Tensor
     """`[S] int64`: the place in the step of each sampled row's last token; 0 for padding."""
@@ -167,6 +171,8 @@ class Rotary:
     sin: Tensor
     """`[max_positions, rotary_dim / 2] f32`, with any scaling of the family already in them."""
     rotary_dim: int
+    axes: Tensor | None = None
+    """`[rotary_dim / 2] int32`: which row of positions `[A, T]` turns each pair; positions `[T]` turn all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +186,7 @@ class HeadNorm:
 
 
 class Ops(Protocol):
-    """One backend. Inputs are never changed, except the cache and the token pool where a method says so."""
+    """One backend. Inputs are never changed, except where a method says so: the cache, the token pool, a residual."""
 
     @property
     def capturable(self) -> bool:
@@ -203,68 +209,67 @@ class Ops(Protocol):
         """`[T] int64`, `[V, H]` -> `[T, H]`."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`[T, I]`, `[O, I]`, `[O]` -> `[T, O]`."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """`x W^T + bias + residual`: `[T, I]`, `[O, I]`, `[O]`, `[T, O]` -> `[T, O]`.
+
+        The product is rounded to the run dtype before the residual is added, or only the sum is. The residual is given
+        away: the result may take its memory.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm of the last axis, computed in float32 (https://arxiv.org/abs/1910.07467)."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`(norm(x + residual), x + residual)`, each `[T, H]`."""
-        ...
-
     def norm_linear(
         self,
         x: Tensor,
-        residual: Tensor | None,
         norm_weight: Tensor,
         eps: float,
         weight: Tensor,
         bias: Tensor | None,
         *,
         gated: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """`(linear(norm(x + residual)), x + residual)`: `[T, H]`, `[O, H]` -> `[T, O]`, `[T, H]`.
-
-        Without a residual the sum is `x` itself. `gated`: the product goes through `silu_and_mul`, so `[T, O / 2]`.
-        """
+    ) -> Tensor:
+        """`linear(rms_norm(x))`: `[T, H]`, `[O, H]` -> `[T, O]`; `gated`: `silu_and_mul` of that, `[T, O / 2]`."""
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """`[T, 2 I]` -> `silu(first half) * second half`, `[T, I]`."""
         ...
 
-    def rotate_and_cache(
+    def attention(
         self,
         qkv: Tensor,
         positions: Tensor,
         rotary: Rotary,
         norm: HeadNorm | None,
         cache: LayerCache,
-        slot_mapping: Tensor,
+        batch: AttentionBatch,
         num_heads: int,
+        scale: float,
     ) -> Tensor:
-        """Split `[T, (Hq + 2 Hk) D]`, norm and rotate queries and keys, write keys and values to the cache.
+        """Split `[T, (Hq + 2 Hk) D]`, norm and rotate queries and keys, write the cache, attend -> `[T, Hq, D]`.
 
-        Returns the queries `[T, Hq, D]`. Changes `cache` at `slot_mapping`.
-        """
-        ...
-
-    def paged_attention(self, q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float) -> Tensor:
-        """Causal attention of `[T, Hq, D]` over each row's cached context -> `[T, Hq, D]`.
-
-        A row's query i (of n) sees the first `context_len - n + i + 1` keys. Rows may have any lengths.
+        Changes `cache` at `batch.slot_mapping`. A row's query i (of n) sees the first `context_len - n + i + 1` keys of
+        its row. Rows may have any lengths. The result's tokens that belong to no row mean nothing.
         """
         ...
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalise: bool
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        top_k: int,
+        renormalise: bool,
+        residual: Tensor,
     ) -> Tensor:
-        """Mixture of experts: softmax over `router_logits [T, E]`, the best `top_k` experts, weighted sum.
+        """Mixture of experts: softmax over `router_logits [T, E]`, the best `top_k`, weighted sum, plus `residual`.
 
-        `gate_up [E, 2 I, H]`, `down [E, H, I]`; `renormalise` makes the chosen weights sum to 1. Returns `[T, H]`.
+        `x [T, H]`, `gate_up [E, 2 I, H]`, `down [E, H, I]`, `residual [T, H]`; `renormalise` makes the chosen weights
+        sum to 1. The weighted sum is rounded before the residual is added. Returns `[T, H]`.
         """
         ...
 

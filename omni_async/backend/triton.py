@@ -63,84 +63,112 @@ class TritonOps(ReferenceOps):
         """See `Ops.embedding`."""
         return kernels.embedding(token_ids, weight)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """See `Ops.linear`."""
-        return kernels.linear(x, weight, bias)
+        return kernels.linear(x, weight, bias, residual)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.rms_norm`."""
         return kernels.rms_norm(x, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `Ops.add_rms_norm`."""
-        return kernels.add_rms_norm(x, residual, weight, eps)
-
     def norm_linear(
         self,
         x: Tensor,
-        residual: Tensor | None,
         norm_weight: Tensor,
         eps: float,
         weight: Tensor,
         bias: Tensor | None,
         *,
         gated: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """See `Ops.norm_linear`."""
-        return kernels.norm_linear(x, residual, norm_weight, eps, weight, bias, gated=gated)
+        return kernels.norm_linear(x, norm_weight, eps, weight, bias, gated=gated)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.silu_and_mul`."""
         return kernels.silu_and_mul(gate_up)
 
-    def rotate_and_cache(
+    def attention(
         self,
         qkv: Tensor,
         positions: Tensor,
         rotary: Rotary,
         norm: HeadNorm | None,
         cache: LayerCache,
-        slot_mapping: Tensor,
+        batch: AttentionBatch,
         num_heads: int,
+        scale: float,
     ) -> Tensor:
-        """See `Ops.rotate_and_cache`."""
-        return kernels.rotate_and_cache(
+        """See `Ops.attention`."""
+        work, is_older = self._planned_work(qkv, cache, batch, num_heads)
+        query_norm, key_norm, eps = (None, None, 0.0) if norm is None else (norm.query, norm.key, norm.eps)
+        if batch.single:
+            return kernels.attend_new_tokens(
+                qkv,
+                positions,
+                rotary.cos,
+                rotary.sin,
+                rotary.axes,
+                query_norm,
+                key_norm,
+                eps,
+                *cache,
+                batch.block_tables,
+                batch.slot_mapping,
+                num_heads,
+                scale,
+                work,
+                work_is_older=is_older,
+            )
+        q = kernels.rotate_and_cache(
             qkv,
             positions,
             rotary.cos,
             rotary.sin,
-            None if norm is None else norm.query,
-            None if norm is None else norm.key,
-            0.0 if norm is None else norm.eps,
+            query_norm,
+            key_norm,
+            eps,
             *cache,
-            slot_mapping,
+            batch.slot_mapping,
             num_heads,
+            rotary.axes,
         )
+        # The work is never of the kernel before: that is the rotation.
+        return kernels.paged_attention(q, *cache, batch.block_tables, scale, work, work_is_older=True)
 
-    def paged_attention(self, q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float) -> Tensor:
-        """See `Ops.paged_attention`."""
-        planned = self._work
-        if planned is None or planned[0] is not batch:
-            work = kernels.plan_attention(
-                batch.slots,
-                batch.query_starts,
-                batch.context_lens,
-                len(q),
-                num_heads=q.shape[1],
-                num_kv_heads=cache[0].shape[2],
-                head_size=q.shape[2],
-                dtype=q.dtype,
-                single=batch.single,
-            )
-            self._work = (batch, work)
-            return kernels.paged_attention(q, *cache, batch.block_tables, scale, work)
-        return kernels.paged_attention(q, *cache, batch.block_tables, scale, planned[1], work_is_older=True)
+    def _planned_work(
+        self, qkv: Tensor, cache: LayerCache, batch: AttentionBatch, num_heads: int
+    ) -> tuple[kernels.AttentionWork, bool]:
+        """The work of a batch, and whether it was there already."""
+        if self._work is not None and self._work[0] is batch:
+            return self._work[1], True
+        num_kv_heads, head_size = cache[0].shape[2:]
+        work = kernels.plan_attention(
+            batch.slots,
+            batch.query_starts,
+            batch.context_lens,
+            len(qkv),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            dtype=qkv.dtype,
+            single=batch.single,
+        )
+        self._work = (batch, work)
+        return work, False
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalise: bool
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        top_k: int,
+        renormalise: bool,
+        residual: Tensor,
     ) -> Tensor:
         """See `Ops.moe`."""
-        return kernels.moe(x, router_logits, gate_up, down, top_k, renormalise)
+        return kernels.moe(x, router_logits, gate_up, down, top_k, renormalise, residual)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
         """See `Ops.sample`."""

@@ -34,6 +34,12 @@ def add_command(commands: Commands, name: str, about: str, more: str) -> argpars
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (%(default)s)")
     group.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's own")
     group.add_argument(
+        "--cache-dtype",
+        choices=("auto", "float8_e4m3"),
+        default="auto",
+        help="float8_e4m3: half the memory of 16 bits for keys and values, less exact answers (%(default)s)",
+    )
+    group.add_argument(
         "--load-format",
         choices=("auto", "random"),
         default="auto",
@@ -55,6 +61,7 @@ def make_engine(options: argparse.Namespace, **more: int) -> Engine:
     fields: OptionFields = {
         "device": options.device,
         "dtype": options.dtype,
+        "cache_dtype": options.cache_dtype,
         "load_format": options.load_format,
         "max_model_len": options.max_model_len,
         "max_slots": options.max_slots,

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from omni_async.backend.ops import Ops, StepRows
+from omni_async.backend.ops import Ops, Rotary, StepRows
 from omni_async.measure import timing
 from omni_async.measure.ceilings import Ceilings
 
@@ -52,12 +52,6 @@ def rms_norm(num_tokens: int, size: int, ops: Ops) -> Case:
     return Case(lambda: ops.rms_norm(x, weight, 1e-6), 2 * x.nbytes)
 
 
-def add_rms_norm(num_tokens: int, size: int, ops: Ops) -> Case:
-    """Residual addition and norm."""
-    x, residual, weight = _random(num_tokens, size, seed=0), _random(num_tokens, size, seed=1), _random(size, seed=2)
-    return Case(lambda: ops.add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes)
-
-
 def silu_and_mul(num_tokens: int, size: int, ops: Ops) -> Case:
     """Gated activation."""
     gate_up = _random(num_tokens, 2 * size, seed=0)
@@ -71,14 +65,16 @@ def linear(num_tokens: int, num_inputs: int, num_outputs: int, ops: Ops) -> Case
     return Case(lambda: ops.linear(x, weight), moved, 2.0 * num_tokens * num_inputs * num_outputs)
 
 
-def paged_attention(num_rows: int, query_len: int, context_len: int, ops: Ops) -> Case:
-    """Equal rows whose blocks lie scattered in the cache."""
+def attention(num_rows: int, query_len: int, context_len: int, ops: Ops) -> Case:
+    """Equal rows whose blocks lie scattered in the cache; rotation and the writing of new keys and values included."""
     per_row = context_len // BLOCK_SIZE
     num_blocks = num_rows * per_row + 1
     order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(0)) + 1
     shape = (num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
     num_tokens = num_rows * query_len
-    q = _random(num_tokens, NUM_HEADS, HEAD_SIZE, seed=0)
+    qkv = _random(num_tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE, seed=0)
+    angles = torch.arange(context_len, device=DEVICE)[:, None] / torch.arange(1, HEAD_SIZE // 2 + 1, device=DEVICE)
+    rotary = Rotary(angles.cos(), angles.sin(), HEAD_SIZE)
     cache = _random(*shape, seed=1), _random(*shape, seed=2)
     rows = StepRows(
         slots=torch.arange(num_rows, dtype=torch.int32, device=DEVICE),
@@ -92,23 +88,23 @@ def paged_attention(num_rows: int, query_len: int, context_len: int, ops: Ops) -
     )
     tokens = torch.zeros((num_rows, context_len), dtype=torch.int32, device=DEVICE)
     block_tables = order.view(num_rows, per_row).int().to(DEVICE)
-    batch = ops.prepare(rows, tokens, block_tables, BLOCK_SIZE).attention
+    inputs = ops.prepare(rows, tokens, block_tables, BLOCK_SIZE)
+    kv_bytes = NUM_KV_HEADS * HEAD_SIZE * ITEM
     pairs = num_rows * (query_len * context_len - query_len * (query_len - 1) / 2)
     return Case(
-        lambda: ops.paged_attention(q, cache, batch, HEAD_SIZE**-0.5),
-        2 * q.nbytes + 2 * num_rows * context_len * NUM_KV_HEADS * HEAD_SIZE * ITEM,
+        lambda: ops.attention(qkv, inputs.positions, rotary, None, cache, inputs.attention, NUM_HEADS, HEAD_SIZE**-0.5),
+        qkv.nbytes + num_tokens * NUM_HEADS * HEAD_SIZE * ITEM + 2 * num_rows * context_len * kv_bytes,
         4 * NUM_HEADS * HEAD_SIZE * pairs,
     )
 
 
 CASES: Mapping[str, Callable[[Ops], Case]] = {
     "rms_norm, 8192 x 4096": partial(rms_norm, 8192, 4096),
-    "add_rms_norm, 8192 x 4096": partial(add_rms_norm, 8192, 4096),
     "silu_and_mul, 8192 x 12288": partial(silu_and_mul, 8192, 12288),
     "linear, 1 x 4096 x 151936": partial(linear, 1, 4096, 151936),
-    "paged_attention, 64 rows of context 4096": partial(paged_attention, 64, 1, 4096),
-    "paged_attention, 1 row of context 32768": partial(paged_attention, 1, 1, 32768),
-    "paged_attention, prompt of 8192": partial(paged_attention, 1, 8192, 8192),
+    "attention, 64 rows of context 4096": partial(attention, 64, 1, 4096),
+    "attention, 1 row of context 32768": partial(attention, 1, 1, 32768),
+    "attention, prompt of 8192": partial(attention, 1, 8192, 8192),
 }
 """What `measure_kernels` knows, by name: a new kernel is entered here."""
 

@@ -77,7 +77,7 @@ class StageModel(Protocol):
         ...
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        """Run all layers on `[T, H]`; writes the step's keys and values to the cache; returns `[T, H]`."""
+        """Run all layers on `[T, H]`, which may be overwritten; writes the step's keys and values; returns `[T, H]`."""
         ...
 
     def logits(self, h: Tensor, step: StepContext) -> Tensor:

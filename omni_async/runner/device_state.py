@@ -2,23 +2,24 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from omni_async.backend.ops import LayerCache
+from omni_async.backend.slot_tables import Entry, SlotTables
 from omni_async.models.protocol import ModelSpec
 from omni_async.runner.memory import CachePlan, zeros
+from omni_async.sampling.table import SamplingTable
 from omni_async.scheduler.plan import Admission, NewBlocks
+
+TOKENS, BLOCKS = 0, 1
+"""The first tables by slot; those of sampling follow."""
 
 
 class DeviceState:
     """Tokens and block tables by slot, and the key/value cache by block.
 
     Steps read their inputs from here and write the tokens that they draw back, so a step can start before the
-    host knows what the last one drew. Writing is in two parts: `pack` makes the arrays on the host, `apply` writes
-    them once they are on the device. Only work on the stage's lane touches the tables.
+    host knows what the last one drew. Only work on the stage's lane touches the tables.
     """
 
     def __init__(
@@ -27,47 +28,32 @@ class DeviceState:
         plan: CachePlan,
         num_slots: int,
         block_size: int,
-        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.device = device
         self.block_size = block_size
-        max_blocks = -(-plan.max_model_len // block_size)
-        self.tokens = torch.zeros((num_slots, plan.max_model_len + 1), dtype=torch.int32, device=device)
+        widths = [plan.max_model_len + 1, -(-plan.max_model_len // block_size)]
+        self.slots = SlotTables(num_slots, [*widths, *SamplingTable.widths(spec.vocab_size)], device)
+        self.tokens = self.slots.tables[TOKENS]
         """`[slots, max_model_len + 1]`: known tokens, then those drawn on the device."""
-        self.block_tables = torch.zeros((num_slots, max_blocks), dtype=torch.int32, device=device)
+        self.block_tables = self.slots.tables[BLOCKS]
+        self.sampling = SamplingTable(self.slots, len(widths), spec.vocab_size)
         cache = spec.cache
         shape = (plan.num_blocks + 1, block_size, cache.num_kv_heads, cache.head_size)
         self.caches: Sequence[LayerCache] = [
-            (zeros(shape, dtype, device), zeros(shape, dtype, device)) for _ in range(cache.num_layers)
+            (zeros(shape, cache_dtype, device), zeros(shape, cache_dtype, device)) for _ in range(cache.num_layers)
         ]
 
-    @staticmethod
-    def pack(admissions: Sequence[Admission], gained: Sequence[NewBlocks]) -> list[NDArray[np.int32]]:
-        """The known tokens of newcomers and blocks that slots gained: `[3, n]` each: slots, places, values."""
-        tokens = [(a.slot, 0, a.tokens) for a in admissions]
-        return [_entries(tokens), _entries(gained)]
-
-    def apply(self, tokens: Tensor, blocks: Tensor) -> None:
-        """Write what `pack` made."""
-        for table, entries in ((self.tokens, tokens), (self.block_tables, blocks)):
-            if entries.shape[1]:
-                slots, places, values = entries
-                table[slots, places] = values
+    def entries(self, admissions: Sequence[Admission], gained: Sequence[NewBlocks]) -> list[Entry]:
+        """What newcomers and slots that gained blocks bring to the tables."""
+        newcomers = [(a.slot, a.sequence.params) for a in admissions if a.sequence.params is not None]
+        return [
+            *[Entry(TOKENS, admission.slot, 0, admission.tokens) for admission in admissions],
+            *[Entry(BLOCKS, *new) for new in gained],
+            *self.sampling.entries(newcomers),
+        ]
 
     def disown(self, slots: Sequence[int]) -> None:
         """Let these slots own no block until new ones are entered: steps that name them write nothing to the cache."""
         self.block_tables[torch.tensor(slots, device=self.device)] = 0
-
-
-def _entries(parts: Sequence[tuple[int, int, Sequence[int]]]) -> NDArray[np.int32]:
-    """Table entries from `(slot, first place, values)`."""
-    counts = [len(values) for _, _, values in parts]
-    entries = np.empty((3, sum(counts)), np.int32)
-    at = 0
-    for (slot, first, values), count in zip(parts, counts, strict=True):
-        entries[0, at : at + count] = slot
-        entries[1, at : at + count] = np.arange(first, first + count)
-        entries[2, at : at + count] = values
-        at += count
-    return entries

@@ -21,7 +21,7 @@ class Lane(Protocol):
     """Runs work one piece after another and brings its results back, away from the event loop.
 
     A piece of work is launched by a closure, which returns another one that reads the result on the host once the
-    device has come to its end. `aside`, `upload` and `download` are for the launching closure.
+    device has come to its end. `aside`, `send` and `download` are for the launching closure.
     """
 
     def start(self) -> None:
@@ -36,12 +36,8 @@ class Lane(Protocol):
         """What is done in this context may overlap with earlier work, and comes before what the launch does next."""
         ...
 
-    def send(self, array: NDArray[np.int32], into: Tensor | None) -> Tensor:
-        """A copy of a small host array on the device, in the memory of `into` if that is given."""
-        ...
-
-    def upload(self, arrays: Sequence[NDArray[np.int32]]) -> list[Tensor]:
-        """Copies of host arrays on the device, in one transfer. For use in `aside`."""
+    def send(self, array: NDArray[np.int32], into: Tensor | None = None) -> Tensor:
+        """A copy of a host array on the device, in the memory of `into` if that is given."""
         ...
 
     def download(self, tensors: Sequence[Tensor]) -> Callable[[], HostArrays]:
@@ -86,13 +82,9 @@ class ThreadLane:
         """Nothing overlaps here."""
         return nullcontext()
 
-    def send(self, array: NDArray[np.int32], into: Tensor | None) -> Tensor:
+    def send(self, array: NDArray[np.int32], into: Tensor | None = None) -> Tensor:
         """The array itself; there are no graphs here that would read elsewhere."""
         return torch.from_numpy(array) if into is None else into.copy_(torch.from_numpy(array))
-
-    def upload(self, arrays: Sequence[NDArray[np.int32]]) -> list[Tensor]:
-        """The arrays themselves."""
-        return [torch.from_numpy(array) for array in arrays]
 
     def download(self, tensors: Sequence[Tensor]) -> Callable[[], HostArrays]:
         """The tensors themselves."""

@@ -23,8 +23,13 @@ class CachePlan:
     max_model_len: int
 
 
+def cache_dtype(options: EngineOptions, dtype: torch.dtype) -> torch.dtype:
+    """What keys and values are kept in when a model runs in `dtype`."""
+    return torch.float8_e4m3fn if options.cache_dtype == "float8_e4m3" else dtype
+
+
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of all layers."""
+    """Bytes of one block: keys and values of all layers, of the cache's dtype."""
     cache = spec.cache
     return 2 * cache.num_layers * block_size * cache.num_kv_heads * cache.head_size * dtype.itemsize
 
@@ -32,7 +37,7 @@ def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
 def plan_cache(
     spec: ModelSpec, options: EngineOptions, dtype: torch.dtype, free_memory: int, default_memory: int
 ) -> CachePlan:
-    """Size the cache for a model that is loaded already.
+    """Size the cache, which holds keys and values in `dtype`, for a model that is loaded already.
 
     `free_memory` is what it may have at most, `default_memory` what it has if the options say nothing; both in bytes.
 

@@ -17,7 +17,6 @@ from omni_async.runner.lane import HostArrays, Lane
 from omni_async.runner.step_shape import StepShape
 from omni_async.sampling.logprobs import HostLogprobs
 from omni_async.sampling.params import SamplingNeeds
-from omni_async.sampling.table import SamplingTable
 from omni_async.scheduler.plan import NewBlocks, Phase, StepOutput, StepPlan
 
 SCORED_ROWS = 128
@@ -42,14 +41,12 @@ class Runner:
         model: StageModel,
         ops: Ops,
         state: DeviceState,
-        sampling: SamplingTable,
         lane: Lane,
         graphs: StepGraphs | None = None,
     ) -> None:
         self._model = model
         self._ops = ops
         self._state = state
-        self._sampling = sampling
         self._lane = lane
         self._graphs = graphs
 
@@ -126,12 +123,9 @@ class Runner:
         """Bring the packed rows to the device, and enter there what newcomers and slots gained."""
         gained, rest = split_gained(plan)
         if plan.admissions or rest:
-            newcomers = [(a.slot, a.sequence.params) for a in plan.admissions if a.sequence.params is not None]
-            arrays = [*self._state.pack(plan.admissions, rest), *self._sampling.pack(newcomers)]
+            packed = self._state.slots.pack(self._state.entries(plan.admissions, rest))
             with self._lane.aside():
-                tokens, blocks, lines, bias, allowed = self._lane.upload(arrays)
-                self._state.apply(tokens, blocks)
-                self._sampling.apply(lines, bias, allowed)
+                self._state.slots.write(self._lane.send(packed))
         return self._lane.send(shape.pack(plan.rows, gained), into)
 
     def _forward(
@@ -140,7 +134,7 @@ class Runner:
         """The hidden rows `[T, H]`, and the step's context for what follows."""
         state = self._state
         inputs = self._ops.prepare(shape.unpack(packed), state.tokens, state.block_tables, state.block_size)
-        batch = self._sampling.batch(inputs, state.tokens, needs, num_logprobs) if shape.num_sampled else None
+        batch = state.sampling.batch(inputs, state.tokens, needs, num_logprobs) if shape.num_sampled else None
         step = StepContext(self._ops, inputs, state.caches, batch)
         return self._model.forward(self._model.embed(step), step), step
 

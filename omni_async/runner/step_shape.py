@@ -60,12 +60,13 @@ class StepShape:
         slots[count:] = new_places[:] = sampled[:] = -1
         if not rows:
             return packed
-        _, row_slots, row_starts, lengths, _, draws = zip(*rows, strict=True)
+        # Lists of numbers: iterators over rows would be hundreds of objects, which start garbage collections.
+        row_slots = [row.slot for row in rows]
         slots[:count] = row_slots
-        starts[:count] = row_starts
-        np.cumsum(lengths, out=query_starts[1 : count + 1])
+        starts[:count] = [row.start for row in rows]
+        np.cumsum([row.length for row in rows], out=query_starts[1 : count + 1])
         query_starts[count + 1 :] = query_starts[count]
-        drawing = np.flatnonzero(draws)
+        drawing = [index for index, row in enumerate(rows) if row.samples]
         sampled[: len(drawing)] = drawing
         if gained:
             index = dict(zip(row_slots, range(count), strict=True))

@@ -78,21 +78,13 @@ class StreamLane:
             torch.cuda.set_stream(self.compute)
             self.compute.wait_event(self._copy_in.record_event())
 
-    def send(self, array: NDArray[np.int32], into: Tensor | None) -> Tensor:
-        """Copy a small array through pinned memory."""
-        pinned = self._pinned(array.size, torch.int32)
+    def send(self, array: NDArray[np.int32], into: Tensor | None = None) -> Tensor:
+        """Copy through pinned memory."""
+        pinned = self._pinned(array.size, torch.int32).view(array.shape)
         pinned.numpy()[:] = array
         if into is None:
-            into = torch.empty(array.size, dtype=torch.int32, device=self._device)
+            return pinned.to(self._device, non_blocking=True)
         return into.copy_(pinned, non_blocking=True)
-
-    def upload(self, arrays: Sequence[NDArray[np.int32]]) -> list[Tensor]:
-        """Pack the arrays into one pinned buffer and copy that."""
-        sizes = [array.size for array in arrays]
-        packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
-        np.concatenate([array.ravel() for array in arrays], out=packed.numpy())
-        arrived = packed.to(self._device, non_blocking=True)
-        return [part.view(array.shape) for part, array in zip(torch.split(arrived, sizes), arrays, strict=True)]
 
     def download(self, tensors: Sequence[Tensor]) -> Callable[[], HostArrays]:
         """Copy to pinned memory; small one-dimensional arrays are valid while the closure of the result runs."""

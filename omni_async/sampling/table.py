@@ -8,71 +8,47 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from omni_async.backend.ops import SamplingBatch, SamplingTables, StepInputs
+from omni_async.backend.slot_tables import Entry, SlotTables
 from omni_async.sampling.params import MAX_BIAS, RowParams, SamplingNeeds
 
-FLOATS = 6
+FLOATS, INTEGERS = 6, 8
+"""Numbers of a slot's line."""
+
 WORD = 32
 """Bits of one word of the masks of allowed tokens."""
 
 
 class SamplingTable:
-    """Parameters by slot: written when a sequence takes the slot, read in each step that samples it.
+    """Parameters by slot: written when a sequence takes the slot, read in each step that samples it."""
 
-    Writing is in two parts: `pack` makes the arrays on the host, `apply` writes them once they are on the device.
-    """
-
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, stage: int = 0) -> None:
+    def __init__(self, slots: SlotTables, first: int, vocab_size: int, stage: int = 0) -> None:
+        """The tables of `slots` from number `first` on, which have `widths`."""
+        self._first = first
         self._stage = stage
-        self._num_words = -(-vocab_size // WORD)
-        # Floats first, as bit patterns, then integers: a slot is one line, so a newcomer is one line to write.
-        self._lines = torch.zeros((num_slots, FLOATS + 8), dtype=torch.int32, device=device)
-        self._bias_ids = torch.zeros((num_slots, MAX_BIAS), dtype=torch.int32, device=device)
-        self._bias_until = torch.zeros_like(self._bias_ids)
-        self._bias_values = torch.zeros((num_slots, MAX_BIAS), dtype=torch.float32, device=device)
-        self._allowed = torch.zeros((num_slots, self._num_words), dtype=torch.int32, device=device)
-        floats, integers = self._lines.view(torch.float32)[:, :FLOATS].T, self._lines[:, FLOATS:].T
-        lists = (self._bias_ids, self._bias_until, self._bias_values, self._allowed)
+        self._vocab_size = vocab_size
+        lines, bias_ids, bias_until, bias_values, allowed = slots.tables[first : first + len(self.widths(vocab_size))]
+        floats, integers = lines[:, :FLOATS].view(torch.float32).T, lines[:, FLOATS:].T
+        lists = (bias_ids, bias_until, bias_values.view(torch.float32), allowed)
         self.tables = SamplingTables(*[*floats.unbind(), *integers.unbind(), *lists])
 
-    def pack(self, newcomers: Sequence[tuple[int, RowParams]]) -> list[NDArray[np.int32]]:
-        """The parameters of newcomers, by slot, for `apply`."""
-        if not newcomers:
-            return [np.empty((0, 1), np.int32)] * 3
-        slots, params = zip(*newcomers, strict=True)
-        lines = np.empty((len(slots), 1 + FLOATS + 8), np.int32)
-        lines[:, 0] = slots
-        lines[:, 1 : 1 + FLOATS].view(np.float32)[:] = [
-            (
-                p.temperature,
-                p.top_p,
-                p.min_p,
-                p.repetition_penalty,
-                p.presence_penalty,
-                p.frequency_penalty,
-            )
-            for p in params
-        ]
-        seeds = np.array([p.seed for p in params], np.int64)
-        integers = [
-            (p.top_k, 0, 0, p.choice, p.prompt_len, len(p.bias), p.allowed is not None, p.num_logprobs) for p in params
-        ]
-        lines[:, 1 + FLOATS :] = integers
-        lines[:, 2 + FLOATS] = seeds.astype(np.int32)  # wraps around: the lower half
-        lines[:, 3 + FLOATS] = seeds >> 32
-        return [lines, _pack_bias(newcomers), self._pack_allowed(newcomers)]
+    @staticmethod
+    def widths(vocab_size: int) -> list[int]:
+        """Columns of the tables: a line of floats, as bit patterns, and integers; three lists of bias; a mask."""
+        return [FLOATS + INTEGERS, MAX_BIAS, MAX_BIAS, MAX_BIAS, -(-vocab_size // WORD)]
 
-    def apply(self, lines: Tensor, bias: Tensor, allowed: Tensor) -> None:
-        """Write what `pack` made."""
-        if len(lines):
-            self._lines[lines[:, 0]] = lines[:, 1:]
-        if len(bias):
-            at = bias[:, 0]
-            ids, until, values = bias[:, 1:].chunk(3, dim=1)
-            self._bias_ids[at, : ids.shape[1]] = ids
-            self._bias_until[at, : ids.shape[1]] = until
-            self._bias_values[at, : ids.shape[1]] = values.view(torch.float32)
-        if len(allowed):
-            self._allowed[allowed[:, 0]] = allowed[:, 1:]
+    def entries(self, newcomers: Sequence[tuple[int, RowParams]]) -> list[Entry]:
+        """The parameters of newcomers, by slot."""
+        entries = []
+        for slot, p in newcomers:
+            entries.append(Entry(self._first, slot, 0, _line(p)))
+            if p.bias:
+                ids, values, until = zip(*p.bias, strict=True)
+                patterns = np.array(values, np.float32).view(np.int32)
+                lists = enumerate((np.array(ids, np.int32), np.array(until, np.int32), patterns), self._first + 1)
+                entries += [Entry(table, slot, 0, numbers) for table, numbers in lists]
+            if p.allowed is not None:
+                entries.append(Entry(self._first + 4, slot, 0, _mask(p.allowed, self._vocab_size)))
+        return entries
 
     def batch(self, inputs: StepInputs, tokens: Tensor, needs: SamplingNeeds, num_logprobs: int) -> SamplingBatch:
         """The rows that a step samples; `tokens [slots, max_len] int32` is the token pool, `needs` is by all rows."""
@@ -86,27 +62,23 @@ class SamplingTable:
             stage=self._stage,
         )
 
-    def _pack_allowed(self, newcomers: Sequence[tuple[int, RowParams]]) -> NDArray[np.int32]:
-        restricted = [(slot, p.allowed) for slot, p in newcomers if p.allowed is not None]
-        packed = np.zeros((len(restricted), 1 + self._num_words), np.int32)
-        for row, (slot, ids) in enumerate(restricted):
-            bits = np.zeros(self._num_words * WORD, np.bool_)
-            bits[list(ids)] = True
-            packed[row, 0] = slot
-            packed[row, 1:] = np.packbits(bits, bitorder="little").view("<i4")
-        return packed
+
+def _line(p: RowParams) -> NDArray[np.int32]:
+    line = np.empty(FLOATS + INTEGERS, np.int32)
+    line[:FLOATS].view(np.float32)[:] = (
+        p.temperature,
+        p.top_p,
+        p.min_p,
+        p.repetition_penalty,
+        p.presence_penalty,
+        p.frequency_penalty,
+    )
+    low, high = np.array([p.seed], np.int64).view(np.int32)
+    line[FLOATS:] = (p.top_k, low, high, p.choice, p.prompt_len, len(p.bias), p.allowed is not None, p.num_logprobs)
+    return line
 
 
-def _pack_bias(newcomers: Sequence[tuple[int, RowParams]]) -> NDArray[np.int32]:
-    """A line for each row that has biases: slot, ids, ends, values; shorter lists are filled up with zeros."""
-    biased = [(slot, p.bias) for slot, p in newcomers if p.bias]
-    width = max([len(bias) for _, bias in biased], default=0)
-    packed = np.zeros((len(biased), 1 + 3 * width), np.int32)
-    for row, (slot, bias) in enumerate(biased):
-        ids, values, until = zip(*bias, strict=True)
-        packed[row, 0] = slot
-        parts = packed[row, 1:].reshape(3, width)
-        parts[0, : len(bias)] = ids
-        parts[1, : len(bias)] = until
-        parts[2, : len(bias)] = np.array(values, np.float32).view(np.int32)
-    return packed
+def _mask(allowed: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    bits = np.zeros(-(-vocab_size // WORD) * WORD, np.bool_)
+    bits[list(allowed)] = True
+    return np.packbits(bits, bitorder="little").view("<i4")

@@ -7,6 +7,7 @@ import torch
 from transformers import Qwen3Config
 
 from omni_async import Engine, EngineOptions, Request, SamplingParams, StepFailed
+from omni_async.backend.slot_tables import SlotTables
 from omni_async.loading.loaded import GenerationDefaults, Loaded
 from omni_async.models.registry import ARCHITECTURES
 from omni_async.runner.device_state import DeviceState
@@ -81,9 +82,9 @@ async def test_it_leaves_other_requests_blocks_alone(
         packs = StepShape.pack
         with monkeypatch.context() as patch:
             if failing == "the newcomer's parameters":
-                patch.setattr(SamplingTable, "pack", fails)
+                patch.setattr(SamplingTable, "entries", fails)
             elif failing == "the newcomer's tokens":
-                patch.setattr(DeviceState, "pack", fails)
+                patch.setattr(SlotTables, "pack", fails)
             else:
                 patch.setattr(StepShape, "pack", fails_at_a_new_block)
             with pytest.raises(StepFailed, match="no pinned memory"):

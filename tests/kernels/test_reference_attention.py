@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from omni_async.backend.choose import choose_ops
-from omni_async.backend.ops import LayerCache, StepInputs
+from omni_async.backend.ops import LayerCache, Rotary, StepInputs
+from omni_async.backend.reference.attention import attend, plan_attention
 from omni_async.backend.reference.ops import ReferenceOps
+from omni_async.backend.reference.rotary import rotate
 from omni_async.errors import OptionError
 from tests.support.forward import step_rows_of
 
@@ -87,6 +89,10 @@ def make_cache(
     return parts[0], parts[1]
 
 
+def attend_to(inputs: StepInputs, q: Tensor, cache: LayerCache, scale: float) -> Tensor:
+    return attend(q, cache, plan_attention(inputs.attention, BLOCK_SIZE, q.dtype), scale)
+
+
 def naive(q: Tensor, cache: LayerCache, shapes: list[Shape], tables: Tensor, scale: float) -> Tensor:
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[1] // cache[0].shape[2]
@@ -106,7 +112,7 @@ def naive(q: Tensor, cache: LayerCache, shapes: list[Shape], tables: Tensor, sca
 
 @pytest.mark.parametrize("dtype", EPSILON, ids=str)
 @pytest.mark.parametrize("mix", MIXES)
-def test_paged_attention(mix: str, dtype: torch.dtype) -> None:
+def test_attend(mix: str, dtype: torch.dtype) -> None:
     shapes = MIXES[mix]
     inputs, tables = step_inputs(shapes)
     num_heads, num_kv_heads, head_size = (2, 1, 8) if mix == "long chunk" else (6, 2, 16)
@@ -114,7 +120,7 @@ def test_paged_attention(mix: str, dtype: torch.dtype) -> None:
     before = [part.clone() for part in cache]
     q = torch.randn(len(inputs.positions), num_heads, head_size, generator=torch.Generator().manual_seed(3)).to(dtype)
     scale = 1.7 / math.sqrt(head_size)
-    found = ReferenceOps().paged_attention(q, cache, inputs.attention, scale)
+    found = attend_to(inputs, q, cache, scale)
     assert found.dtype == dtype
     expected = naive(q, cache, shapes, tables, scale)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=EPSILON[dtype])
@@ -128,19 +134,23 @@ def test_head_groups(num_kv_heads: int) -> None:
     inputs, tables = step_inputs(shapes)
     cache = make_cache(shapes, tables, num_kv_heads, 16, torch.float32)
     q = torch.randn(len(inputs.positions), 6, 16, generator=torch.Generator().manual_seed(3))
-    found = ReferenceOps().paged_attention(q, cache, inputs.attention, 0.25)
+    found = attend_to(inputs, q, cache, 0.25)
     torch.testing.assert_close(found.double(), naive(q, cache, shapes, tables, 0.25), rtol=0, atol=1e-5)
 
 
 def test_one_batch_serves_all_layers_and_the_next_batch_its_own() -> None:
     ops = ReferenceOps()
+    angles = torch.rand(300, 4, generator=torch.Generator().manual_seed(4)) * 6
+    rotary = Rotary(angles.cos(), angles.sin(), 8)
     for mix in ("decode rows", "mixed", "decode rows"):
         shapes = MIXES[mix]
         inputs, tables = step_inputs(shapes)
-        q = torch.randn(len(inputs.positions), 2, 8, generator=torch.Generator().manual_seed(3))
+        qkv = torch.randn(len(inputs.positions), 32, generator=torch.Generator().manual_seed(3))
         for _ in range(2):
             cache = make_cache(shapes, tables, 1, 8, torch.float32)
-            found = ops.paged_attention(q, cache, inputs.attention, 0.3)
+            found = ops.attention(qkv, inputs.positions, rotary, None, cache, inputs.attention, 2, 0.3)
+            # The new keys and values are in the cache by now.
+            q = rotate(qkv[:, :16].view(-1, 2, 8), inputs.positions, rotary)
             torch.testing.assert_close(found.double(), naive(q, cache, shapes, tables, 0.3), rtol=0, atol=1e-5)
 
 
@@ -152,7 +162,7 @@ def test_undefined_table_entries_are_never_read(mix: str) -> None:
     q = torch.randn(len(inputs.positions), 2, 8, generator=torch.Generator().manual_seed(3))
     for row, (_, context) in enumerate(shapes):
         inputs.attention.block_tables[inputs.attention.slots[row], -(-context // BLOCK_SIZE) :] = 10**6
-    found = ReferenceOps().paged_attention(q, cache, inputs.attention, 0.3)
+    found = attend_to(inputs, q, cache, 0.3)
     torch.testing.assert_close(found.double(), naive(q, cache, shapes, tables, 0.3), rtol=0, atol=1e-5)
 
 

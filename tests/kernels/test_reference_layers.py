@@ -6,6 +6,7 @@ from torch import Tensor
 
 from omni_async.backend.ops import HeadNorm, Rotary
 from omni_async.backend.reference.ops import ReferenceOps
+from omni_async.backend.reference.rotary import rotate_and_cache
 
 OPS = ReferenceOps()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -32,6 +33,32 @@ def test_linear(dtype: torch.dtype, num_tokens: int, biased: bool) -> None:
     check(OPS.linear(x, weight, bias), expected if bias is None else expected + bias.double(), dtype)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 40])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_adds_a_residual(dtype: torch.dtype, num_tokens: int, biased: bool) -> None:
+    """To the product as it is rounded without it."""
+    x, weight = noise(num_tokens, 24, dtype=dtype), noise(17, 24, dtype=dtype, seed=1) / 5
+    bias = noise(17, dtype=dtype, seed=2) if biased else None
+    residual = noise(num_tokens, 17, dtype=dtype, seed=3) * 4
+    expected = residual + OPS.linear(x, weight, bias)
+    assert torch.equal(OPS.linear(x, weight, bias, residual), expected)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_norm_linear(dtype: torch.dtype, gated: bool) -> None:
+    x, norm_weight = noise(5, 24, dtype=dtype), noise(24, dtype=dtype, seed=1)
+    weight, bias = noise(18, 24, dtype=dtype, seed=2) / 5, noise(18, dtype=dtype, seed=3)
+    before = x.clone()
+    expected = torch.einsum("ti,oi->to", rms_norm(x, norm_weight, 1e-5), weight.double()) + bias.double()
+    if gated:
+        gate, up = expected.chunk(2, dim=1)
+        expected = gate / (1 + (-gate).exp()) * up
+    found = OPS.norm_linear(x, norm_weight, 1e-5, weight, bias, gated=gated)
+    assert found.dtype == dtype
+    assert (found.double() - expected).norm() < EPSILON[dtype] * expected.norm()
+    assert torch.equal(x, before)
+
+
 def test_linear_takes_strided_rows(dtype: torch.dtype) -> None:
     x, weight = noise(6, 48, dtype=dtype)[::2, 12:36], noise(17, 24, dtype=dtype, seed=1) / 5
     check(OPS.linear(x, weight), torch.einsum("ti,oi->to", x.double(), weight.double()), dtype)
@@ -52,16 +79,6 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     # Values of the size of eps' root, so that eps counts.
     x, weight = noise(5, 64, dtype=dtype) / 30, noise(64, dtype=dtype, seed=1)
     check(OPS.rms_norm(x, weight, 1e-3), rms_norm(x, weight, 1e-3), dtype)
-
-
-def test_add_rms_norm(dtype: torch.dtype) -> None:
-    x, residual, weight = (noise(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(5, 64), (5, 64), (64,)]))
-    before = x.clone(), residual.clone()
-    normed, total = OPS.add_rms_norm(x, residual, weight, 1e-5)
-    check(total, x.double() + residual.double(), dtype)
-    check(normed, rms_norm(total, weight, 1e-5), dtype)
-    assert torch.equal(x, before[0])
-    assert torch.equal(residual, before[1])
 
 
 def test_silu_and_mul(dtype: torch.dtype) -> None:
@@ -93,7 +110,7 @@ def test_rotate_and_cache(dtype: torch.dtype, rotary_dim: int, normed: bool) -> 
     before = qkv.clone()
     cache = tuple(noise(6, block_size, num_kv_heads, head_size, dtype=dtype, seed=seed) for seed in (6, 7))
     untouched = [part.clone() for part in cache]
-    found = OPS.rotate_and_cache(qkv, positions, rotary, norm, (cache[0], cache[1]), slots, num_heads)
+    found = rotate_and_cache(qkv, positions, rotary, norm, (cache[0], cache[1]), slots, num_heads)
 
     heads = qkv.double().view(4, -1, head_size)
     query, key, value = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
@@ -118,7 +135,8 @@ def test_moe(dtype: torch.dtype, renormalise: bool, num_tokens: int) -> None:
     router[:, 3] = -20  # an expert that no token chooses
     gate_up = noise(num_experts, 2 * inner, 8, dtype=dtype, seed=2) / 3
     down = noise(num_experts, 8, inner, dtype=dtype, seed=3) / 3
-    expected = torch.zeros(num_tokens, 8, dtype=torch.float64)
+    residual = noise(num_tokens, 8, dtype=dtype, seed=4)
+    expected = residual.double()
     for token in range(num_tokens):
         exps = router[token].double().exp()
         shares = {expert: float(exps[expert] / exps.sum()) for expert in range(num_experts)}
@@ -128,4 +146,4 @@ def test_moe(dtype: torch.dtype, renormalise: bool, num_tokens: int) -> None:
             hidden = gate_up[expert].double() @ x[token].double()
             hidden = hidden[:inner] / (1 + (-hidden[:inner]).exp()) * hidden[inner:]
             expected[token] += shares[expert] / total * (down[expert].double() @ hidden)
-    check(OPS.moe(x, router, gate_up, down, top_k, renormalise), expected, dtype)
+    check(OPS.moe(x, router, gate_up, down, top_k, renormalise, residual), expected, dtype)

@@ -52,16 +52,8 @@ def random_weight(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
     return (random(num_rows, size, dtype=torch.float32, seed=7) * size**-0.5).to(dtype)
 
 
-def expected_norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, gated: bool
-) -> tuple[Tensor, Tensor]:
-    ops = ReferenceOps()
-    if residual is None:
-        normed, total = ops.rms_norm(x, norm_weight, EPS), x
-    else:
-        normed, total = ops.add_rms_norm(x, residual, norm_weight, EPS)
-    y = ops.linear(normed, weight, bias)
-    return ops.silu_and_mul(y) if gated else y, total
+def expected_norm_linear(x: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    return ReferenceOps().norm_linear(x, norm_weight, EPS, weight, bias, gated=gated)
 
 
 def check(ours: Tensor, reference: Tensor, tolerance: float | None = None) -> None:
@@ -81,57 +73,48 @@ def check(ours: Tensor, reference: Tensor, tolerance: float | None = None) -> No
 def test_the_product_is_that_of_the_reference(num_columns: int, size: int, num_tokens: int, dtype: torch.dtype) -> None:
     x, weight = random(num_tokens, size, dtype=dtype), random_weight(num_columns, size, dtype)
     bias = random(num_columns, dtype=dtype)
-    check(product(x, weight, None, TILE), ReferenceOps().linear(x, weight))
-    check(product(x, weight, bias, TILE), ReferenceOps().linear(x, weight, bias))
+    residual = random(num_tokens, num_columns, dtype=dtype, seed=1)
+    plain = product(x, weight, bias, TILE)
+    check(plain, ReferenceOps().linear(x, weight, bias))
+    # Rounded before the addition.
+    assert torch.equal(product(x, weight, bias, TILE, residual=residual), plain + residual)
 
 
 @each_dtype
 @pytest.mark.parametrize("num_tokens", [1, 3, 17])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
 @pytest.mark.parametrize(("num_columns", "size"), [(6, 64), (20, 200)])
 def test_a_norm_within_the_product(
-    num_columns: int, size: int, added: bool, gated: bool, num_tokens: int, dtype: torch.dtype
+    num_columns: int, size: int, gated: bool, num_tokens: int, dtype: torch.dtype
 ) -> None:
     x, weight = random(num_tokens, size, dtype=dtype) * 20, random_weight(2 * num_columns, size, dtype)
     norm_weight, bias = random(size, dtype=dtype) + 1, random(2 * num_columns, dtype=dtype)
-    residual = random(num_tokens, size, dtype=dtype, seed=1) if added else None
-    before = x.clone(), None if residual is None else residual.clone()
-    total = None if residual is None else torch.empty_like(x)
-    y = product(x, weight, bias, TILE, norm=Norm(norm_weight, EPS, residual, total), gated=gated)
-    expected_y, expected_total = expected_norm_linear(x, residual, norm_weight, weight, bias, gated)
-    check(y, expected_y)
-    assert torch.equal(x, before[0])
-    if residual is not None:
-        assert total is not None
-        assert torch.equal(total, expected_total)
-        assert torch.equal(residual, before[1])
+    before = x.clone()
+    y = product(x, weight, bias, TILE, norm=Norm(norm_weight, EPS), gated=gated)
+    check(y, expected_norm_linear(x, norm_weight, weight, bias, gated))
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("num_columns", [1, 3, 100])
 @pytest.mark.parametrize("tile", [Tile(4, 64, 1), Tile(2, 128, 2), Tile(1, 1024, 4)], ids=str)
 def test_one_row_in_any_tile(tile: Tile, num_columns: int) -> None:
-    """More blocks than programs and fewer: each block of the sum is written by one of them."""
-    x, residual = random(1, 576, dtype=torch.float32), random(1, 576, dtype=torch.float32, seed=1)
+    x, residual = random(1, 576, dtype=torch.float32), random(1, num_columns, dtype=torch.float32, seed=1)
     norm_weight, weight = random(576, dtype=torch.float32), random_weight(num_columns, 576, torch.float32)
-    total = torch.empty_like(x)
-    y = product(x, weight, None, tile, norm=Norm(norm_weight, EPS, residual, total))
-    expected_y, expected_total = expected_norm_linear(x, residual, norm_weight, weight, None, False)
-    check(y, expected_y)
-    assert torch.equal(total, expected_total)
+    y = product(x, weight, None, tile, norm=Norm(norm_weight, EPS), residual=residual)
+    check(y, expected_norm_linear(x, norm_weight, weight, None, False) + residual)
 
 
 @each_dtype
 def test_rows_do_not_affect_each_other(dtype: torch.dtype) -> None:
-    x, residual = random(5, 96, dtype=dtype), random(5, 96, dtype=dtype, seed=1)
+    x, residual = random(5, 96, dtype=dtype), random(5, 12, dtype=dtype, seed=1)
     norm_weight, weight = random(96, dtype=dtype), random_weight(24, 96, dtype)
 
     def run() -> Tensor:
-        norm = Norm(norm_weight, EPS, residual, torch.empty_like(x))
-        return product(x, weight, None, TILE, norm=norm, gated=True)
+        return product(x, weight, None, TILE, norm=Norm(norm_weight, EPS), gated=True, residual=residual)
 
     before = run()
-    x[[0, 1, 4]] = torch.nan
+    x[[0, 1]] = torch.nan
+    residual[4] = torch.nan
     after = run()
     assert torch.equal(after[2:4], before[2:4])
     assert after[[0, 1, 4]].isnan().all()
@@ -143,28 +126,22 @@ def test_rows_do_not_affect_each_other(dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 5, 20])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
-def test_norm_linear(added: bool, gated: bool, num_tokens: int, dtype: torch.dtype) -> None:
+def test_norm_linear(gated: bool, num_tokens: int, dtype: torch.dtype) -> None:
     x, weight = random(num_tokens, 48, dtype=dtype), random_weight(40, 48, dtype)
     norm_weight = random(48, dtype=dtype) + 1
-    residual = random(num_tokens, 48, dtype=dtype, seed=1) if added else None
-    y, total = norm_linear(x, residual, norm_weight, EPS, weight, gated=gated)
+    y = norm_linear(x, norm_weight, EPS, weight, gated=gated)
     if num_tokens:
-        expected_y, expected_total = expected_norm_linear(x, residual, norm_weight, weight, None, gated)
-        check(y, expected_y)
-        assert torch.equal(total, expected_total)
+        check(y, expected_norm_linear(x, norm_weight, weight, None, gated))
     else:
         assert y.shape == (0, 20 if gated else 40)
-        assert total.shape == x.shape
-    assert (total is x) is not added
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_float16_does_not_overflow_before_the_norm_divides(num_tokens: int) -> None:
     x = random(num_tokens, 64, dtype=torch.float16) * 4000
     norm_weight, weight = torch.full_like(x[0], 50), random_weight(8, 64, torch.float16)
-    y, _ = norm_linear(x, None, norm_weight, EPS, weight, gated=False)
-    check(y, expected_norm_linear(x, None, norm_weight, weight, None, False)[0])
+    y = norm_linear(x, norm_weight, EPS, weight, gated=False)
+    check(y, expected_norm_linear(x, norm_weight, weight, None, False))
 
 
 @each_dtype
@@ -172,13 +149,28 @@ def test_float16_does_not_overflow_before_the_norm_divides(num_tokens: int) -> N
 @pytest.mark.parametrize("out_dtype", [None, torch.float32])
 def test_linear(out_dtype: torch.dtype | None, num_tokens: int, dtype: torch.dtype) -> None:
     x, weight, bias = random(num_tokens, 48, dtype=dtype), random_weight(40, 48, dtype), random(40, dtype=dtype)
-    y = linear(x, weight, bias, out_dtype)
+    y = linear(x, weight, bias, out_dtype=out_dtype)
     if not num_tokens:
         assert (y.shape, y.dtype) == ((0, 40), out_dtype or dtype)
     elif out_dtype is None:
         check(y, ReferenceOps().linear(x, weight, bias))
     else:  # not rounded to the run dtype on the way
         check(y, ReferenceOps().linear(x.float(), weight.float(), bias.float()), 2e-5)
+
+
+@each_dtype
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 20])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_adds_a_residual(biased: bool, num_tokens: int, dtype: torch.dtype) -> None:
+    """By our product and by torch's, which may take the residual's memory."""
+    x, weight = random(num_tokens, 48, dtype=dtype), random_weight(40, 48, dtype)
+    bias, residual = random(40, dtype=dtype) if biased else None, random(num_tokens, 40, dtype=dtype, seed=1)
+    expected = ReferenceOps().linear(x, weight, bias) + residual
+    y = linear(x, weight, bias, residual)
+    if num_tokens:
+        check(y, expected)
+    else:
+        assert (y.shape, y.dtype) == ((0, 40), dtype)
 
 
 @pytest.mark.parametrize("fuse_norm", [False, True])
@@ -197,11 +189,9 @@ def test_the_table_comes_before_the_rule(fuse_norm: bool, monkeypatch: pytest.Mo
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     norm_weight, weight = random(48, dtype=dtype), random_weight(40, 48, dtype)
     for num_tokens in (16, 20):
-        x, residual = random(num_tokens, 48, dtype=dtype), random(num_tokens, 48, dtype=dtype, seed=1)
-        y, total = norm_linear(x, residual, norm_weight, EPS, weight, gated=True)
-        expected_y, expected_total = expected_norm_linear(x, residual, norm_weight, weight, None, True)
-        check(y, expected_y)
-        assert torch.equal(total, expected_total)
+        x = random(num_tokens, 48, dtype=dtype)
+        y = norm_linear(x, norm_weight, EPS, weight, gated=True)
+        check(y, expected_norm_linear(x, norm_weight, weight, None, True))
 
 
 SHAPES = [
@@ -218,7 +208,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("num_rows", "size"), SHAPES)
 @pytest.mark.parametrize("element_size", [2, 4])
-@pytest.mark.parametrize("kind", ["linear", "norm_linear", "norm_linear_gated"])
+@pytest.mark.parametrize("kind", ["linear", "linear_add", "norm_linear", "norm_linear_gated"])
 def test_the_rule_fits_the_device(
     kind: linear_tiles.Kind, element_size: int, num_rows: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,30 +233,34 @@ def test_the_rule_fits_the_device(
 
 
 @on_device
-@pytest.mark.parametrize("num_tokens", [1, 2, 4, 7, 16, 33, 64])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 16, 64])
 @pytest.mark.parametrize(("num_rows", "size"), [*SHAPES, (151936, 1024)])
 def test_true_shapes(num_rows: int, size: int, num_tokens: int) -> None:
-    x, residual = random(num_tokens, size, dtype=torch.bfloat16), random(num_tokens, size, dtype=torch.bfloat16, seed=1)
+    x, residual = (random(num_tokens, n, dtype=torch.bfloat16, seed=1) for n in (size, num_rows))
     norm_weight = random(size, dtype=torch.bfloat16) + 1
-    weight, bias = random_weight(num_rows, size, torch.bfloat16), random(num_rows, dtype=torch.bfloat16)
-    check(linear(x, weight, bias), ReferenceOps().linear(x, weight, bias))
+    weight = random_weight(num_rows, size, torch.bfloat16)
+    expected = ReferenceOps().linear(x, weight)
+    check(linear(x, weight), expected)
+    check(linear(x, weight, residual=residual.clone()), expected + residual)
     for gated in (False, True):
-        y, total = norm_linear(x, residual, norm_weight, EPS, weight, gated=gated)
-        expected_y, expected_total = expected_norm_linear(x, residual, norm_weight, weight, None, gated)
-        check(y, expected_y)
-        assert torch.equal(total, expected_total)
+        y = norm_linear(x, norm_weight, EPS, weight, gated=gated)
+        check(y, expected_norm_linear(x, norm_weight, weight, None, gated))
 
 
 @on_device
-@pytest.mark.parametrize("num_tokens", [16, 64])
-def test_our_product_at_many_rows(num_tokens: int) -> None:
-    """Where the rule would take torch's, or norm first."""
-    tile = Tile(64, 128, num_warps=4, num_stages=3)
-    x, residual = random(num_tokens, 1024, dtype=torch.bfloat16), random(num_tokens, 1024, dtype=torch.bfloat16, seed=1)
+@pytest.mark.parametrize("num_tokens", [8, 64])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_norm_within_the_product_at_many_rows(rows: int, num_tokens: int) -> None:
+    """Both kinds of matrix instruction, also where the rule would take torch's product."""
+    tile = Tile(rows, 128, num_warps=4, num_stages=3)
+    x, residual = random(num_tokens, 1024, dtype=torch.bfloat16), random(num_tokens, 6144, dtype=torch.bfloat16)
     norm_weight, weight = random(1024, dtype=torch.bfloat16), random_weight(6144, 1024, torch.bfloat16)
-    for gated in (False, True):
-        y = product(x, weight, None, tile, norm=Norm(norm_weight, EPS, residual, torch.empty_like(x)), gated=gated)
-        check(y, expected_norm_linear(x, residual, norm_weight, weight, None, gated)[0])
+    norm = Norm(norm_weight, EPS)
+    plain = product(x, weight, None, tile, norm=norm)
+    check(plain, expected_norm_linear(x, norm_weight, weight, None, False))
+    assert torch.equal(product(x, weight, None, tile, norm=norm, residual=residual), plain + residual)
+    gated = product(x, weight, None, tile, norm=norm, gated=True)
+    check(gated, expected_norm_linear(x, norm_weight, weight, None, True))
 
 
 @on_device
@@ -279,11 +273,10 @@ def test_a_chain_of_products_in_a_graph(num_tokens: int, overlap: bool, monkeypa
     gate_up, down = random_weight(6144, 1024, torch.bfloat16), random_weight(1024, 3072, torch.bfloat16)
 
     def chain() -> Tensor:
-        y, total = x, torch.zeros_like(x)
+        y = -x  # not `x` itself: the memory of a residual may be taken
         for _ in range(8):
-            activated, total = norm_linear(y, total, norm_weight, EPS, gate_up, gated=True)
-            y = linear(activated, down)
-        return y + total
+            y = linear(norm_linear(y, norm_weight, EPS, gate_up, gated=True), down, residual=y)
+        return y
 
     torch.cuda.synchronize()
     chain()

@@ -62,13 +62,17 @@ def check(ours: Tensor, expected: Tensor) -> None:
     assert error.max() < TOLERANCE[ours.dtype]
 
 
-def run(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalise: bool) -> Tensor:
+def run(
+    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalise: bool, residual: Tensor
+) -> Tensor:
     with uninitialised_memory_is_nan():
-        return moe(x, logits, gate_up, down, top_k, renormalise)
+        return moe(x, logits, gate_up, down, top_k, renormalise, residual)
 
 
-def reference(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalise: bool) -> Tensor:
-    return reference_moe(x.float(), logits, gate_up.float(), down.float(), top_k, renormalise)
+def reference(
+    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalise: bool, residual: Tensor
+) -> Tensor:
+    return reference_moe(x.float(), logits, gate_up.float(), down.float(), top_k, renormalise) + residual.float()
 
 
 SHAPES = {
@@ -93,13 +97,14 @@ def test_reference(shape: tuple[int, int, int, int, int], dtype: torch.dtype) ->
     num_tokens, num_experts, hidden_size, size, top_k = shape
     x, logits = random(num_tokens, hidden_size, dtype=dtype), distinct_logits(num_tokens, num_experts, dtype)
     gate_up, down = weights(num_experts, hidden_size, size, dtype)
-    before = [t.clone() for t in (x, logits, gate_up, down)]
-    renormalise = num_tokens % 2 == 0
-    ours = run(x, logits, gate_up, down, top_k, renormalise)
-    check(ours, reference(x, logits, gate_up, down, top_k, renormalise))
+    residual = random(num_tokens, hidden_size, dtype=dtype, seed=1)
+    inputs = x, logits, gate_up, down, top_k, num_tokens % 2 == 0, residual
+    before = [t.clone() for t in (x, logits, gate_up, down, residual)]
+    ours = run(*inputs)
+    check(ours, reference(*inputs))
     assert ours.dtype is dtype
-    assert all(torch.equal(a, b) for a, b in zip(before, (x, logits, gate_up, down), strict=True))
-    assert torch.equal(ours, run(x, logits, gate_up, down, top_k, renormalise))
+    assert all(torch.equal(a, b) for a, b in zip(before, (x, logits, gate_up, down, residual), strict=True))
+    assert torch.equal(ours, run(*inputs))
 
 
 def test_shapes_reach_every_way() -> None:
@@ -119,7 +124,8 @@ def test_all_tokens_to_one_expert(expert: int, dtype: torch.dtype) -> None:
     gate_up, down = weights(5, 32, 24, dtype)
     unused = [other for other in range(5) if other != expert]
     gate_up[unused] = down[unused] = torch.nan
-    check(run(x, logits, gate_up, down, 1, True), reference(x, logits, gate_up, down, 1, True))
+    residual = random(37, 32, dtype=dtype, seed=1)
+    check(run(x, logits, gate_up, down, 1, True, residual), reference(x, logits, gate_up, down, 1, True, residual))
 
 
 @with_nan
@@ -129,19 +135,22 @@ def test_rows_of_nan(num_tokens: int, num_experts: int, dtype: torch.dtype) -> N
     """Padding may hold anything; the other rows have the results that they have without it."""
     x, logits = random(num_tokens, 64, dtype=dtype), distinct_logits(num_tokens, num_experts, dtype)
     gate_up, down = weights(num_experts, 64, 32, dtype)
-    expected = reference(x, logits, gate_up, down, 3, True)
+    residual = random(num_tokens, 64, dtype=dtype, seed=1)
+    expected = reference(x, logits, gate_up, down, 3, True, residual)
     padding = [row for row in range(num_tokens) if row % 3 == 1]
     kept = [row for row in range(num_tokens) if row % 3 != 1]
     x[padding] = torch.nan
     logits[padding] = torch.nan
     logits[padding[0], 0] = torch.inf
-    check(run(x, logits, gate_up, down, 3, True)[kept], expected[kept])
+    residual[padding] = torch.nan
+    check(run(x, logits, gate_up, down, 3, True, residual)[kept], expected[kept])
 
 
 @every_dtype
 def test_no_tokens(dtype: torch.dtype) -> None:
     gate_up, down = weights(4, 32, 16, dtype)
-    out = moe(random(0, 32, dtype=dtype), random(0, 4, dtype=dtype), gate_up, down, 2, True)
+    x = random(0, 32, dtype=dtype)
+    out = moe(x, random(0, 4, dtype=dtype), gate_up, down, 2, True, x)
     assert out.shape == (0, 32)
     assert out.dtype is dtype
 
@@ -206,16 +215,18 @@ def test_true_sizes(num_tokens: int) -> None:
     """Qwen3-30B-A3B in one graph, replayed with other inputs: grids may not depend on what they hold."""
     gate_up, down = weights(128, 2048, 768, torch.bfloat16)
     x, logits = torch.zeros((num_tokens, 2048)).to(gate_up), torch.zeros((num_tokens, 128)).to(gate_up)
-    moe(x, logits, gate_up, down, 8, True)  # compiles
+    residual = torch.zeros_like(x)
+    moe(x, logits, gate_up, down, 8, True, residual)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ours = moe(x, logits, gate_up, down, 8, True)
+        ours = moe(x, logits, gate_up, down, 8, True, residual)
     for seed in range(2):
         x.copy_(random(num_tokens, 2048, dtype=torch.bfloat16, seed=seed))
+        residual.copy_(random(num_tokens, 2048, dtype=torch.bfloat16, seed=seed + 2))
         logits.copy_(distinct_logits(num_tokens, 128, torch.bfloat16).roll(seed, dims=1))
         ours.fill_(torch.nan)
         graph.replay()
-        check(ours, reference(x, logits, gate_up, down, 8, True))
+        check(ours, reference(x, logits, gate_up, down, 8, True, residual))
 
 
 @on_the_device
@@ -230,4 +241,5 @@ def test_other_sizes(num_tokens: int, num_experts: int, hidden_size: int, size: 
         distinct_logits(num_tokens, num_experts, torch.float32),
     )
     gate_up, down = weights(num_experts, hidden_size, size, torch.bfloat16)
-    check(run(x, logits, gate_up, down, top_k, True), reference(x, logits, gate_up, down, top_k, True))
+    inputs = x, logits, gate_up, down, top_k, True, random(num_tokens, hidden_size, dtype=torch.bfloat16, seed=1)
+    check(run(*inputs), reference(*inputs))

@@ -7,8 +7,8 @@ from omni_async.backend.ops import Sampled, SamplingBatch, StepInputs, StepRows
 from omni_async.backend.reference.ops import ReferenceOps
 from omni_async.backend.triton import TritonOps
 from omni_async.sampling.params import SamplingNeeds
-from omni_async.sampling.table import SamplingTable
 from tests.support.forward import step_rows_of
+from tests.support.sampling import Table
 
 # Triton's interpreter makes the bounds of a loop from arrays of one element.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -79,7 +79,7 @@ def test_prepare(step: str, padding: tuple[int, int, int]) -> None:
 
 
 def test_append_leaves_padding_alone() -> None:
-    table = SamplingTable(3, 9, DEVICE)
+    table = Table(3, 9, DEVICE.type)
     tokens = torch.full((3, 5), 7, dtype=torch.int32, device=DEVICE)
     slots = torch.tensor([2, -1, 0], device=DEVICE)
     lengths = torch.tensor([4, 0, 1], device=DEVICE)
@@ -91,7 +91,7 @@ def test_append_leaves_padding_alone() -> None:
 
 
 def test_append_of_the_reference() -> None:
-    table = SamplingTable(3, 9, torch.device("cpu"))
+    table = Table(3, 9)
     tokens = torch.full((3, 5), 7, dtype=torch.int32)
     batch = SamplingBatch(table.tables, tokens, torch.tensor([2, 0]), torch.tensor([4, 1]), SamplingNeeds.NONE, -1)
     drawn = Sampled(torch.tensor([5, 3]), torch.tensor([True, False]), None)

@@ -65,6 +65,29 @@ def test_part_of_a_head_may_be_rotated() -> None:
     torch.testing.assert_close(rotary.sin, expected.sin(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("section", "interleaved", "axes"),
+    [
+        (None, False, None),
+        ([2, 3, 3], False, [0, 0, 1, 1, 1, 2, 2, 2]),
+        ([4, 2, 2], True, [0, 1, 2, 0, 1, 2, 0, 0]),
+        ([2, 3, 3], True, [0, 1, 2, 0, 1, 2, 0, 1]),
+        ([6, 1, 1], True, [0, 1, 2, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_axes_of_pairs(section: list[int] | None, interleaved: bool, axes: list[int] | None) -> None:
+    more: dict[str, Any] = {} if section is None else {"mrope_section": section, "mrope_interleaved": interleaved}
+    found = make_rotary(config_of("default", **more), 16, CPU).axes
+    assert (None if found is None else found.tolist()) == axes
+    assert found is None or found.dtype is torch.int32
+
+
+@pytest.mark.parametrize("section", [[2, 3, 2], [16, 24, 24]])
+def test_axes_must_share_out_all_pairs(section: list[int]) -> None:
+    with pytest.raises(UnsupportedModel, match="mrope_section=.* does not share out 8 pairs"):
+        make_rotary(config_of("default", mrope_section=section), 16, CPU)
+
+
 def test_unknown_kind_is_refused() -> None:
     config = config_of("default")
     config.rope_parameters["rope_type"] = "spiral"

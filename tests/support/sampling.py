@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from omni_async.backend.ops import SamplingBatch
+from omni_async.backend.slot_tables import SlotTables
 from omni_async.sampling.params import RowParams, SamplingNeeds, check, needs, resolve
 from omni_async.sampling.table import SamplingTable
 from omni_async.types import SamplingParams
@@ -40,17 +41,24 @@ def ask(prompt: Sequence[int] = (0,), answer: Sequence[int] = (), eos: Sequence[
     return Ask(SamplingParams(**params), prompt, answer, eos)  # type: ignore[arg-type]
 
 
-def write(table: SamplingTable, rows: Sequence[tuple[int, RowParams]]) -> None:
-    """What the runner does when sequences take slots."""
-    table.apply(*map(torch.from_numpy, table.pack(rows)))
+class Table(SamplingTable):
+    """Sampling parameters whose tables are the only ones."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: str = "cpu") -> None:
+        self.slots = SlotTables(num_slots, self.widths(vocab_size), torch.device(device))
+        super().__init__(self.slots, 0, vocab_size)
+
+    def write(self, rows: Sequence[tuple[int, RowParams]]) -> None:
+        """What the runner does when sequences take slots."""
+        self.slots.write(torch.from_numpy(self.slots.pack(self.entries(rows))))
 
 
 def batch_of(rows: Sequence[Ask], vocab_size: int, num_logprobs: int = -1) -> SamplingBatch:
     """All rows in one batch, in slots of their own; what lies past a row's tokens in the pool is another's."""
-    table = SamplingTable(len(rows), vocab_size, torch.device("cpu"))
+    table = Table(len(rows), vocab_size)
     made = [row.row(vocab_size) for row in rows]
     slots = list(reversed(range(len(rows))))
-    write(table, list(zip(slots, made, strict=True)))
+    table.write(list(zip(slots, made, strict=True)))
     lengths = torch.tensor([len(row.prompt) + len(row.answer) for row in rows])
     tokens = torch.full((len(rows), int(lengths.max()) + 3), vocab_size - 1, dtype=torch.int32)
     for slot, row in zip(slots, rows, strict=True):
@@ -65,8 +73,8 @@ def batch_of(rows: Sequence[Ask], vocab_size: int, num_logprobs: int = -1) -> Sa
 def draws_of(params: SamplingParams, vocab_size: int, count: int, eos: Sequence[int] = ()) -> SamplingBatch:
     """One row's batch at `count` successive output indices."""
     row = Ask(params, eos=eos).row(vocab_size)
-    table = SamplingTable(1, vocab_size, torch.device("cpu"))
-    write(table, [(0, row)])
+    table = Table(1, vocab_size)
+    table.write([(0, row)])
     lengths = torch.arange(count) + row.prompt_len
     tokens = torch.zeros((1, 1), dtype=torch.int32)
     return SamplingBatch(table.tables, tokens, torch.zeros(count, dtype=torch.int64), lengths, needs(row), -1)

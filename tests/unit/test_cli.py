@@ -359,6 +359,13 @@ def test_bench_kernels_needs_a_device(capsys: pytest.CaptureFixture[str]) -> Non
     assert "needs a CUDA device" in capsys.readouterr().err
 
 
+def test_the_cache_dtype_reaches_the_engine() -> None:
+    options = make_parser().parse_args(["generate", "Hi", "--cache-dtype", "float8_e4m3", "--model", "x"])
+    assert flags.make_engine(options).options.cache_dtype == "float8_e4m3"
+    options = make_parser().parse_args(["bench", "engine", "--model", "x"])
+    assert flags.make_engine(options).options.cache_dtype == "auto"
+
+
 def test_the_load_format_reaches_the_engine() -> None:
     options = make_parser().parse_args(["bench", "engine", "--load-format", "random", "--model", "x"])
     assert flags.make_engine(options).options.load_format == "random"

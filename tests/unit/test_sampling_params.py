@@ -9,9 +9,8 @@ from omni_async.backend.ops import SamplingBatch
 from omni_async.backend.reference.sampling.adjust import adjust
 from omni_async.backend.reference.sampling.rows import SamplingRows, allowed_mask
 from omni_async.sampling.params import FOREVER, MAX_BIAS, NO_TOP_K, BiasEntry, SamplingNeeds, check, needs, resolve
-from omni_async.sampling.table import SamplingTable
 from omni_async.types import SamplingParams
-from tests.support.sampling import Ask, Defaults, ask, batch_of, write
+from tests.support.sampling import Ask, Defaults, Table, ask, batch_of
 
 VOCAB = 50
 
@@ -124,11 +123,11 @@ def test_the_table_returns_what_was_written() -> None:
 
 
 def test_a_reused_slot_keeps_nothing_of_its_last_owner() -> None:
-    table = SamplingTable(3, VOCAB, torch.device("cpu"))
+    table = Table(3, VOCAB)
     biased = ask(logit_bias=dict.fromkeys(range(20), 1.0), allowed_token_ids=[3, 4]).row(VOCAB)
     other = ask(logit_bias={5: 2.0}, allowed_token_ids=[6]).row(VOCAB)
-    write(table, [(1, biased)])
-    write(table, [(0, other), (1, ask().row(VOCAB))])
+    table.write([(1, biased)])
+    table.write([(0, other), (1, ask().row(VOCAB))])
     everything = SamplingNeeds.BIAS | SamplingNeeds.ALLOWED
     tokens = torch.zeros((3, 4), dtype=torch.int32)
     batch = SamplingBatch(table.tables, tokens, torch.tensor([1, 0]), torch.tensor([1, 2]), everything, -1)
@@ -147,9 +146,9 @@ def test_a_reused_slot_keeps_nothing_of_its_last_owner() -> None:
 
 def test_lists_of_bias_have_a_limit() -> None:
     vocab_size = 5000
-    table = SamplingTable(2, vocab_size, torch.device("cpu"))
+    table = Table(2, vocab_size)
     most = {i: float(i) for i in range(1, MAX_BIAS + 1)}
-    write(table, [(0, ask(logit_bias={7: 1.0}).row(vocab_size)), (1, ask(logit_bias=most).row(vocab_size))])
+    table.write([(0, ask(logit_bias={7: 1.0}).row(vocab_size)), (1, ask(logit_bias=most).row(vocab_size))])
     assert table.tables.num_bias.tolist() == [1, MAX_BIAS]
     assert table.tables.bias_ids[0, :2].tolist() == [7, 0]
     assert table.tables.bias_ids[1].tolist() == table.tables.bias_values[1].tolist() == list(most)

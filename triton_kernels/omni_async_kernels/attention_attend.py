@@ -36,6 +36,15 @@ def first_blocks(table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
+def exponents(products, factor, cap, CAPPED: tl.constexpr):
+    """Exponents of base 2 from products of query and stored key."""
+    scores = products * factor
+    if CAPPED:
+        scores = (2 * tl.sigmoid(2 * scores) - 1) * cap
+    return scores
+
+
+@triton.jit
 def attend(
     q,
     block,
@@ -60,15 +69,50 @@ def attend(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention of queries `[M, D]` over the positions `start .. end`, and the logarithm of its sum of exponentials.
-
-    Query row i sees the positions up to `last[i]`, the last `WINDOW` of them if that is not 0; all rows see those of
-    `seen_start .. seen_end`. `block`: `first_blocks` of the range. Nothing outside `start .. end` is read. `k_ptr` and
-    `v_ptr` point to the key head.
-    """
+    """`attend_further` of queries that have seen nothing yet. `block`: `first_blocks` of the range."""
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    return attend_further(
+        q, m, total, acc, block, start, end, seen_start, seen_end, last, table_ptr, k_ptr, v_ptr, factor, cap,
+        NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, BLOCK_N, NUM_STAGES, WINDOW, CAPPED, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_further(
+    q,
+    m,
+    total,
+    acc,
+    block,
+    start,
+    end,
+    seen_start,
+    seen_end,
+    last,
+    table_ptr,
+    k_ptr,
+    v_ptr,
+    factor,
+    cap,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attention of queries `[M, D]` over the positions `start .. end`, and the logarithm of its sum of exponentials.
+
+    `m [M]`, `total [M]` and `acc [M, D]`: the highest exponent, the sum of exponentials relative to it and the sum of
+    values weighted by them, of what was seen before. Query row i sees the positions up to `last[i]`, the last `WINDOW`
+    of them if that is not 0; all rows see those of `seen_start .. seen_end`. `block`: `first_blocks` of the range.
+    Nothing outside `start .. end` is read. `k_ptr` and `v_ptr` point to the key head.
+    """
     d = tl.arange(0, BLOCK_D)
     offset = tl.arange(0, BLOCK_N)
     for n in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
@@ -81,9 +125,8 @@ def attend(
         coming = position + BLOCK_N
         block = tl.load(table_ptr + coming.to(tl.uint32) // BLOCK_SIZE, mask=coming < end, other=0)
         k = tl.load(k_ptr + d[None, :] + at, mask=present, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor
-        if CAPPED:
-            scores = (2 * tl.sigmoid(2 * scores) - 1) * cap
+        products = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        scores = exponents(products, factor, cap, CAPPED)
         if (n < seen_start) | (n + BLOCK_N > seen_end):
             visible = (position < end)[None, :] & (position[None, :] <= last[:, None])
             if WINDOW > 0:

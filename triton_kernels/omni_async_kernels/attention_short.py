@@ -7,110 +7,10 @@ from torch import Tensor
 
 from omni_async_kernels import attention_tiles
 from omni_async_kernels.attention_attend import Scoring, attend, first_blocks
+from omni_async_kernels.attention_split import deliver, prefetch_cached, read_line
 from omni_async_kernels.attention_tiles import NUM_SMS, padded_head, short_tile
 from omni_async_kernels.attention_work import SPLIT_FIELDS, AttentionWork
-from omni_async_kernels.launch import launch_overlapping, prefetch, wait_for_predecessor
-
-
-@triton.jit
-def _join(
-    out_ptr,
-    parts_ptr,
-    lse_ptr,
-    part,
-    first,
-    length,
-    num_splits,
-    kv_head,
-    v_scale,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Add up the results of a row's splits for the query heads that share a key head."""
-    g = tl.arange(0, GROUP_ROWS)
-    d = tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + g
-    inside = (g < GROUP)[:, None] & (d < HEAD_SIZE)[None, :]
-    for token in range(length):
-        m = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP_ROWS], tl.float32)
-        acc = tl.zeros([GROUP_ROWS, BLOCK_D], tl.float32)
-        for done in range(0, num_splits, AT_ONCE):
-            split = done + tl.arange(0, AT_ONCE)
-            exists = split < num_splits
-            line = (part + split * length + token).to(tl.int64)[:, None] * NUM_HEADS + head[None, :]
-            # Other programs wrote these: not from this multiprocessor's own cache.
-            lse = tl.load(
-                lse_ptr + line,
-                mask=exists[:, None] & (g < GROUP)[None, :],
-                other=float("-inf"),
-                cache_modifier=".cg",
-            )
-            values = tl.load(
-                parts_ptr + line[:, :, None] * HEAD_SIZE + d[None, None, :],
-                mask=exists[:, None, None] & inside[None, :, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            new_m = tl.maximum(m, tl.max(lse, axis=0))
-            base = tl.where(new_m == float("-inf"), 0.0, new_m)
-            weight = tl.exp2(lse - base[None, :])
-            fade = tl.exp2(m - base)
-            total = total * fade + tl.sum(weight, axis=0)
-            acc = acc * fade[:, None] + tl.sum(values * weight[:, :, None], axis=0)
-            m = new_m
-        at = ((first + token) * NUM_HEADS + head)[:, None] * HEAD_SIZE + d[None, :]
-        tl.store(out_ptr + at, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-LINE = tl.constexpr(128)
-"""Bytes of a line of the L2 cache."""
-
-
-@triton.jit
-def _read_line(
-    splits_ptr, item, num_lines, NUM_KV_HEADS: tl.constexpr, SPLIT_FIELDS: tl.constexpr, WINDOW: tl.constexpr
-):
-    """An item's line of the list, past the L1 cache; behind the last, one without tokens."""
-    # Heads run fastest: those of a position lie together in the cache.
-    line = item // NUM_KV_HEADS
-    exists = line < num_lines
-    line_ptr = splits_ptr + line * SPLIT_FIELDS
-    slot = tl.load(line_ptr, mask=exists, other=0, cache_modifier=".cg").to(tl.int64)
-    first = tl.load(line_ptr + 1, mask=exists, other=0, cache_modifier=".cg").to(tl.int64)
-    length = tl.load(line_ptr + 2, mask=exists, other=0, cache_modifier=".cg")
-    context = tl.load(line_ptr + 3, mask=exists, other=0, cache_modifier=".cg")
-    start = tl.load(line_ptr + 4, mask=exists, other=0, cache_modifier=".cg")
-    end = tl.load(line_ptr + 5, mask=exists, other=0, cache_modifier=".cg")
-    split = tl.load(line_ptr + 6, mask=exists, other=0, cache_modifier=".cg")
-    num_splits = tl.load(line_ptr + 7, mask=exists, other=0, cache_modifier=".cg")
-    part = tl.load(line_ptr + 8, mask=exists, other=0, cache_modifier=".cg")
-    if WINDOW > 0:
-        start = tl.maximum(start, context - length - WINDOW + 1)
-    return slot, first, length, context, start, end, split, num_splits, part
-
-
-@triton.jit
-def _prefetch_tiles(table_ptr, k_ptr, v_ptr, start, end, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-                    BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-                    NUM_STAGES: tl.constexpr):  # fmt: skip
-    """Ask for the first tiles of keys and values. This step's may still be on their way: nothing is read here."""
-    PER_LINE: tl.constexpr = LINE // (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    d = tl.minimum(tl.arange(0, (BLOCK_D + PER_LINE - 1) // PER_LINE) * PER_LINE, HEAD_SIZE - 1)
-    for tile in tl.static_range(NUM_STAGES):
-        tile_start = start + tile * BLOCK_N
-        if tile_start < end:
-            block = first_blocks(table_ptr, tile_start, end, BLOCK_SIZE, BLOCK_N).to(tl.int64)
-            # Positions behind the last ask for lines of block 0.
-            position = tile_start + tl.arange(0, BLOCK_N)
-            entry = (block * BLOCK_SIZE + position % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_SIZE)
-            at = entry[:, None] + d[None, :]
-            prefetch(k_ptr + at)
-            prefetch(v_ptr + at)
+from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 
 
 @triton.jit(do_not_specialize=["num_lines"])
@@ -141,6 +41,7 @@ def _short_rows_kernel(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLIT_FIELDS: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     JOINED_AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -151,50 +52,40 @@ def _short_rows_kernel(
     d = tl.arange(0, BLOCK_D)
     num_programs = tl.num_programs(0)
     item = tl.program_id(0)
-    slot, first, length, context, start, end, split, num_splits, part = _read_line(
+    slot, first, length, context, start, end, split, num_splits, part = read_line(
         splits_ptr, item, num_lines, NUM_KV_HEADS, SPLIT_FIELDS, WINDOW
     )
     block = first_blocks(tables_ptr + slot * table_stride, start, end, BLOCK_SIZE, BLOCK_N)
     if OVERLAP:
         kv_offset = item % NUM_KV_HEADS * HEAD_SIZE
-        _prefetch_tiles(
+        prefetch_cached(
             tables_ptr + slot * table_stride, k_ptr + kv_offset, v_ptr + kv_offset, start, end,
-            NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, BLOCK_N, NUM_STAGES,
+            NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, PREFETCHED,
         )  # fmt: skip
     while length > 0:
         # The next item's line, for when this one is done.
-        coming = _read_line(splits_ptr, item + num_programs, num_lines, NUM_KV_HEADS, SPLIT_FIELDS, WINDOW)
+        coming = read_line(splits_ptr, item + num_programs, num_lines, NUM_KV_HEADS, SPLIT_FIELDS, WINDOW)
         kv_head = item % NUM_KV_HEADS
         token = m_at // GROUP
         head = kv_head * GROUP + m_at % GROUP
-        exists = token < length
-        present = exists[:, None] & (d < HEAD_SIZE)[None, :]
+        present = (token < length)[:, None] & (d < HEAD_SIZE)[None, :]
         at = ((first + token) * NUM_HEADS + head)[:, None] * HEAD_SIZE + d[None, :]
         # In the loop, where it waits but once, so that all that the loop prepares comes before it.
         wait_for_predecessor(OVERLAP)
         q = tl.load(q_ptr + at, mask=present, other=0.0)
         first_last = context - length
         result, lse = attend(
-            q, block, start, end, context - WINDOW if WINDOW > 0 else 0, first_last + 1, first_last + token,
-            tables_ptr + slot * table_stride, k_ptr + kv_head * HEAD_SIZE, v_ptr + kv_head * HEAD_SIZE, factor, cap,
+            q, block, start, end, context - WINDOW if WINDOW > 0 else 0, tl.minimum(first_last + 1, end),
+            first_last + token, tables_ptr + slot * table_stride, k_ptr + kv_head * HEAD_SIZE,
+            v_ptr + kv_head * HEAD_SIZE, factor, cap,
             NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_M, BLOCK_D, BLOCK_N, NUM_STAGES, WINDOW, CAPPED, PRECISION,
         )  # fmt: skip
         block = first_blocks(tables_ptr + coming[0] * table_stride, coming[4], coming[5], BLOCK_SIZE, BLOCK_N)
-        if num_splits == 1:
-            tl.store(out_ptr + at, (result * v_scale).to(out_ptr.dtype.element_ty), mask=present)
-        else:
-            part_line = (part + split * length + token).to(tl.int64) * NUM_HEADS + head
-            tl.store(lse_ptr + part_line, lse, mask=exists)
-            tl.store(parts_ptr + part_line[:, None] * HEAD_SIZE + d[None, :], result, mask=present)
-            # All threads' results before the count that announces them.
-            tl.debug_barrier()
-            arrived = arrived_ptr + (item // NUM_KV_HEADS - split) * NUM_KV_HEADS + kv_head
-            if tl.atomic_add(arrived, 1, sem="acq_rel") == num_splits - 1:
-                _join(
-                    out_ptr, parts_ptr, lse_ptr, part, first, length, num_splits, kv_head, v_scale,
-                    NUM_HEADS, GROUP, GROUP_ROWS, HEAD_SIZE, BLOCK_D, JOINED_AT_ONCE,
-                )  # fmt: skip
-                tl.store(arrived, 0)
+        deliver(
+            result, lse, out_ptr, parts_ptr, lse_ptr, arrived_ptr, item, first, length, split, num_splits, part,
+            v_scale,
+            NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_M, BLOCK_D, GROUP_ROWS, JOINED_AT_ONCE,
+        )  # fmt: skip
         item += num_programs
         slot, first, length, context, start, end, split, num_splits, part = coming
     # Programs without work too.
@@ -252,6 +143,7 @@ def attend_short_rows(
         CAPPED=scoring.cap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         SPLIT_FIELDS=SPLIT_FIELDS,
+        PREFETCHED=triton.next_power_of_2(tile.keys * tile.num_stages),
         GROUP_ROWS=group_rows,
         JOINED_AT_ONCE=max(attention_tiles.JOINED_VALUES // (group_rows * block_d), 1),
         allowed=work_is_older,

@@ -44,6 +44,11 @@ class AttentionWork:
     window: int | None
     """The window that was planned for; none: the whole context."""
 
+    def check_window(self, window: int | None) -> None:
+        """Raise `ValueError` if a layer with this window needs more than was planned."""
+        if self.window is not None and (window is None or window > self.window):
+            raise ValueError(f"work planned for a window of {self.window} positions cannot serve one of {window}")
+
 
 @triton.jit
 def _sizes(length, context, WINDOW: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr,
@@ -158,7 +163,7 @@ def plan_attention(
     single: bool,
     window: int | None = None,
 ) -> AttentionWork:
-    """List the work of a step for `paged_attention`, in one launch.
+    """List the work of a step for `paged_attention` or `attend_new_tokens`, in one launch.
 
     `slots [R]`, `query_starts [R + 1]` and `context_lens [R]` (this step's tokens included) are integers on the device;
     a row without tokens is padding. `num_tokens`: of the step, padding included. `dtype`: of the queries. `single`: no
@@ -168,7 +173,7 @@ def plan_attention(
     group = num_heads // num_kv_heads
     short = 1 if single else SHORT_TOKENS
     tile_tokens = max(long_tile(head_size, dtype).queries // group, 1)
-    splits = max_splits(num_rows, num_kv_heads)
+    splits = max_splits(num_rows, num_kv_heads, single=single)
     short_rows = min(num_rows, num_tokens)
     long_rows = min(num_rows, num_tokens // (short + 1))
     parts = min(num_tokens, short * num_rows) * splits

@@ -15,15 +15,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton import AsyncCompileMode
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-OVERLAP: bool = not triton.knobs.runtime.interpret
-"""Whether `launch_overlapping` does so: on devices of sm_90 and later, not in Triton's interpreter."""
+OVERLAP = True
+"""Whether `launch_overlapping` does so where it can."""
 
 _compiling = ContextVar("_compiling", default=False)
 
@@ -43,8 +45,14 @@ def launch_overlapping(
 
     `allowed`: the kernel before wrote nothing that this one reads before its wait.
     """
-    overlap = OVERLAP and allowed
+    overlap = OVERLAP and allowed and can_overlap()
     launch(kernel, grid, *arguments, OVERLAP=overlap, launch_pdl=overlap, **options)
+
+
+@cache
+def can_overlap() -> bool:
+    """On devices of sm_90 and later, not in Triton's interpreter. All devices of a process are taken to be alike."""
+    return not triton.knobs.runtime.interpret and torch.cuda.get_device_capability() >= (9, 0)
 
 
 @triton.jit

@@ -18,21 +18,42 @@ def product(
     *,
     norm: Norm | None = None,
     gated: bool = False,
+    residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`norm(x) @ weight.T + bias`, gated or not, by our kernel for the number of rows in `x [T, K]`, 1 or more."""
+    """`norm(x) @ weight.T + bias`, gated or not, plus `residual`, by our kernel for one row or for more: `x [T, K]`."""
     kernel = vector_product if len(x) == 1 else matrix_product
-    return kernel(x, norm, weight, bias, out_dtype or x.dtype, tile, gated=gated)
+    return kernel(x, norm, weight, bias, residual, out_dtype or x.dtype, tile, gated=gated)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous `x [T, K]`, `weight [N, K]`, `bias [N]` -> `[T, N]`, summed in float32 and rounded once.
+def torch_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """The same without a norm, by torch; the result may take the memory of `residual`."""
+    if residual is None:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        # In place, since torch would copy the residual otherwise, in a launch of its own. The sum is rounded once.
+        return residual.addmm_(x, weight.t())
+    return F.linear(x, weight, bias).add_(residual)
 
-    `out_dtype`: of the result, if not that of `x`. Torch's own product is used where it is faster.
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias + residual`: `x [T, K]`, `weight [N, K]`, `bias [N]`, `residual [T, N]` -> `[T, N]`.
+
+    All contiguous; summed in float32. The product is rounded before the residual is added; torch's own, which is used
+    where it is faster, rounds once if there is no bias, and its result may take the memory of `residual`. `out_dtype`:
+    of the result, if not that of `x`; not with a residual.
     """
     if not len(x):
         return x.new_empty((0, len(weight)), dtype=out_dtype)
-    tile = tiles("linear", len(x), len(weight), x.shape[1], x.element_size())
+    tile = tiles("linear" if residual is None else "linear_add", len(x), len(weight), x.shape[1], x.element_size())
     if tile is None and out_dtype not in (None, x.dtype):
         tile = FLOAT32 if x.dtype is torch.float32 else GENERAL
-    return F.linear(x, weight, bias) if tile is None else product(x, weight, bias, tile, out_dtype=out_dtype)
+    if tile is None:
+        return torch_product(x, weight, bias, residual)
+    return product(x, weight, bias, tile, residual=residual, out_dtype=out_dtype)

@@ -1,4 +1,4 @@
-"""What the products with few rows share: the reading of their input, normalised on request, and the activation."""
+"""What the products with few rows share: the description of the norm before, and what is done to the results."""
 
 from dataclasses import dataclass
 
@@ -9,36 +9,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A root-mean-square norm of the input, after a residual addition if there is one."""
+    """A root-mean-square norm of the input."""
 
     weight: Tensor
     """`[K]`."""
     eps: float
-    residual: Tensor | None
-    """`[T, K]`."""
-    total: Tensor | None
-    """`[T, K]`: written, input plus residual; none without a residual."""
 
 
 @triton.jit
-def load_input(x_ptr, residual_ptr, norm_weight, total_ptr, at, inside, mine):
-    """A block of the input in float32, times the norm's weight, and its squares; what is not `inside` is 0.
-
-    The factor `1 / rms` is the same for a whole row: it is left to the end, when all squares are known. The sum with
-    the residual is stored if the block is `mine`.
-    """
-    # All loads come before the store: the compiler cannot know that it changes none of them.
-    x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
-        # Rounded to the run dtype before it is squared, as the reference does: the sum is an output too.
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(total_ptr + at, x, mask=inside & mine)
-    x = x.to(tl.float32)
-    squares = x * x
-    if norm_weight is not None:
-        x *= norm_weight.to(tl.float32)
-    return x, squares
+def add_residual(y, residual, dtype: tl.constexpr):
+    """`y + residual`, each rounded to the run dtype before, as the reference does."""
+    return y.to(dtype).to(tl.float32) + residual.to(tl.float32)
 
 
 @triton.jit

@@ -12,14 +12,11 @@ TUNED = Path(__file__).parent / "tuned" / "linear_sm90.json"
 MIN_TOKENS, MAX_TOKENS = 8, 64
 """Tokens that one program of the matrix product takes: the matrix unit's least, and what its registers hold."""
 
-FUSED_TOKENS = 4
-"""Up to here the rule makes the norm part of the product: each program then reads two values of the input instead of
-one, for every token."""
-
 FEW_TOKENS = 16
 """Up to here the rule takes our product; torch's is left alone for more."""
 
-Kind = Literal["linear", "norm_linear", "norm_linear_gated"]
+Kind = Literal["linear", "linear_add", "norm_linear", "norm_linear_gated"]
+"""A product alone, with a residual added to it, behind a norm, and so with the gated activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ def tiles(kind: Kind, num_tokens: int, num_rows: int, size: int, element_size: i
     if num_tokens == 1:
         return vector_tile(num_rows // parts, parts, size, element_size)
     if element_size == 2 and num_tokens <= FEW_TOKENS:
-        return matrix_tile(num_rows // parts, parts, num_tokens)
+        return matrix_tile(num_rows // parts, parts)
     return None
 
 
@@ -88,10 +85,9 @@ def vector_tile(num_columns: int, parts: int, size: int, element_size: int) -> T
     return Tile(rows, block_k, num_warps)
 
 
-def matrix_tile(num_columns: int, parts: int, num_tokens: int) -> Tile:
+def matrix_tile(num_columns: int, parts: int) -> Tile:
     """For few tokens in types of two bytes: nearly as many programs as SMs, or more, if there are columns enough."""
-    fuse_norm = num_tokens <= FUSED_TOKENS
-    rows = next((rows for rows in ((32,) if fuse_norm else (64, 32)) if num_columns >= 120 * rows), 16)
+    rows = next((rows for rows in (64, 32) if num_columns >= 120 * rows), 16)
     block_k = 128 if rows == 64 else 256
     num_stages = 4 if parts * rows * block_k <= 8192 else 3
-    return Tile(rows, block_k, 4, num_stages, fuse_norm)
+    return Tile(rows, block_k, 4, num_stages)

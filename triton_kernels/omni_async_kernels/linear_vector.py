@@ -1,4 +1,4 @@
-"""The product of one row with a matrix of weights, normalised before and activated after on request.
+"""The product of one row with a matrix of weights; on request normalised before, and after it activated or added.
 
 Vectors, not matrix units: reading the weights is all the work. A program reads whole rows of the weights, straight to
 registers and with nothing between the loads, so that all of its bytes are on their way at once.
@@ -10,19 +10,18 @@ import triton.language as tl
 from torch import Tensor
 
 from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
-from omni_async_kernels.linear_parts import Norm, load_input, silu_and_mul
+from omni_async_kernels.linear_parts import Norm, add_residual, silu_and_mul
 from omni_async_kernels.linear_tiles import Tile
 
 
 @triton.jit
 def _vector_kernel(
     x_ptr,
-    residual_ptr,
     norm_weight_ptr,
     weight_ptr,
     bias_ptr,
+    residual_ptr,
     y_ptr,
-    total_ptr,
     num_columns,
     size,
     eps,
@@ -33,8 +32,7 @@ def _vector_kernel(
     EVEN_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    first = program * ROWS
+    first = tl.program_id(0) * ROWS
     # Columns past the last one repeat it and are not stored.
     row = tl.minimum(tl.arange(0, ROWS), num_columns - 1 - first)
     # The input is a matrix of one row: its layout over the threads is then that of the weights.
@@ -53,19 +51,24 @@ def _vector_kernel(
         gate_weight = tl.load(gate_ptr + start + at, mask=inside, other=0.0, eviction_policy="evict_first")
         if GATED:
             up_weight = tl.load(up_ptr + start + at, mask=inside, other=0.0, eviction_policy="evict_first")
-        norm_weight = None
         if norm_weight_ptr is not None:
             norm_weight = tl.load(norm_weight_ptr + start + k, mask=inside, other=0.0)
         if block == 0:
             # No kernel makes the weights: their loads begin before the kernel that makes the input has ended.
             wait_for_predecessor(OVERLAP)
-        mine = block % tl.num_programs(0) == program
-        x, x_squares = load_input(x_ptr, residual_ptr, norm_weight, total_ptr, start + k, inside, mine)
+            if residual_ptr is not None:
+                residual = tl.load(residual_ptr + column)
+        x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        if norm_weight_ptr is not None:
+            # The factor `1 / rms` is the same for the whole row: it is left to the end, when all squares are known.
+            if block == 0:
+                squares = x * x
+            else:
+                squares += x * x
+            x *= norm_weight.to(tl.float32)
         if block == 0:
-            squares = x_squares
             gate = gate_weight.to(tl.float32) * x
         else:
-            squares += x_squares
             gate += gate_weight.to(tl.float32) * x
         if GATED:
             if block == 0:
@@ -85,6 +88,8 @@ def _vector_kernel(
         if bias_ptr is not None:
             up += up_bias.to(tl.float32)
         gate = silu_and_mul(gate, up, y_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        gate = add_residual(gate, residual, y_ptr.dtype.element_ty)
     tl.store(y_ptr + column, gate.to(y_ptr.dtype.element_ty), mask=first + tl.arange(0, ROWS) < num_columns)
 
 
@@ -93,14 +98,16 @@ def vector_product(
     norm: Norm | None,
     weight: Tensor,
     bias: Tensor | None,
+    residual: Tensor | None,
     out_dtype: torch.dtype,
     tile: Tile,
     *,
     gated: bool,
 ) -> Tensor:
-    """`norm(x) @ weight.T + bias` of contiguous `x [1, K]`, `weight [N, K]`, `bias [N]` -> `[1, N]`.
+    """`norm(x) @ weight.T + bias + residual` of contiguous `x [1, K]`, `weight [N, K]`, `bias [N]` -> `[1, N]`.
 
-    `gated`: the weight's first half of rows gives the gates, `silu(gate) * up` is returned: `[1, N / 2]`.
+    `residual [1, N]`. `gated`: the weight's first half of rows gives the gates, the others `up`, and `silu(gate) * up`
+    takes the product's place: `[1, N / 2]`.
     """
     num_columns = len(weight) // 2 if gated else len(weight)
     size = weight.shape[1]
@@ -109,12 +116,11 @@ def vector_product(
         _vector_kernel,
         (triton.cdiv(num_columns, tile.rows),),
         x,
-        None if norm is None else norm.residual,
         None if norm is None else norm.weight,
         weight,
         bias,
+        residual,
         y,
-        None if norm is None else norm.total,
         num_columns,
         size,
         0.0 if norm is None else norm.eps,

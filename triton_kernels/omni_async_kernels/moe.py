@@ -43,11 +43,13 @@ FLOAT32 = Tiling(float("inf"), 16, Tile(64, 32, 4, 3, 4), Tile(64, 32, 4, 3, 4))
 """Without matrix units."""
 
 
-def through_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The weighted sum of `down(silu(gate x) * up x)` over each token's experts: `[T, H]` -> `[T, H]`.
+def through_experts(
+    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor
+) -> Tensor:
+    """The weighted sum of `down(silu(gate x) * up x)` over each token's experts, plus `residual`: `[T, H]` -> `[T, H]`.
 
-    `experts [T, top_k] int32` in range, `weights [T, top_k] f32`, `gate_up [E, 2 I, H]`, `down [E, H, I]`; all
-    contiguous. Rows do not affect each other, whatever they hold.
+    `experts [T, top_k] int32` in range, `weights [T, top_k] f32`, `gate_up [E, 2 I, H]`, `down [E, H, I]`,
+    `residual [T, H]`; all contiguous. Rows do not affect each other, whatever they hold.
     """
     num_tokens, top_k = experts.shape
     num_experts = len(gate_up)
@@ -55,19 +57,28 @@ def through_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor
     if not num_tokens:
         return torch.empty_like(x)
     if num_tokens == 1 or num_pairs * FEW <= num_experts:
-        return few_tokens(x, experts, weights, gate_up, down)
+        return few_tokens(x, experts, weights, gate_up, down, residual)
     mean = num_pairs / num_experts
     tiling = FLOAT32 if x.element_size() == 4 else next(tiling for tiling in TILINGS if mean <= tiling.max_mean)
     pairs = sort_by_expert(experts, num_experts, tiling.tile_size)
     activations = gated_product(x, gate_up, pairs, top_k, tiling.gated)
-    return combine(down_product(activations, down, pairs, tiling.down), weights)
+    return combine(down_product(activations, down, pairs, tiling.down), weights, residual)
 
 
-def moe(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalise: bool) -> Tensor:
-    """Mixture of experts: softmax over `router_logits [T, E]`, the best `top_k`, weighted sum: `[T, H]` -> `[T, H]`.
+def moe(
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k: int,
+    renormalise: bool,
+    residual: Tensor,
+) -> Tensor:
+    """Mixture of experts: softmax over `router_logits [T, E]`, the best `top_k`, weighted sum, plus `residual [T, H]`.
 
-    `gate_up [E, 2 I, H]`, `down [E, H, I]`; all contiguous. `renormalise` makes the chosen weights sum to 1; the lowest
-    id comes first among equals. Rounds to the run dtype where the reference does, but for `few_tokens`.
+    `x [T, H]`, `gate_up [E, 2 I, H]`, `down [E, H, I]`; all contiguous; returns `[T, H]`. `renormalise` makes the
+    chosen weights sum to 1; the lowest id comes first among equals. Rounds to the run dtype where the reference does,
+    but for `few_tokens`.
     """
     experts, weights = route(router_logits, top_k, renormalise)
-    return through_experts(x, experts, weights, gate_up, down)
+    return through_experts(x, experts, weights, gate_up, down, residual)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from omni_async_kernels.launch import launch_overlapping, prefetch, wait_for_predecessor
+from omni_async_kernels.linear_parts import add_residual
 
 LINE = 128
 """Bytes of a line of the L2 cache."""
@@ -89,6 +90,7 @@ def _down_kernel(
     weight_ptr,
     experts_ptr,
     weights_ptr,
+    residual_ptr,
     out_ptr,
     num_columns,
     size,
@@ -116,6 +118,7 @@ def _down_kernel(
                 line_at = tl.minimum(column, num_columns - 1)[:, None] * size + tl.minimum(start + line, size - 1)
                 prefetch(weight_ptr + expert * num_columns * size + line_at)
     wait_for_predecessor(OVERLAP)
+    residual = tl.load(residual_ptr + token * num_columns + column, mask=column < num_columns)
     acc = tl.zeros([ROWS, BLOCK_K], tl.float32)
     for block in tl.range(0, TOP_K * BLOCKS, num_stages=NUM_STAGES):
         pair = token * TOP_K + block // BLOCKS
@@ -129,14 +132,15 @@ def _down_kernel(
             x = tl.load(x_ptr + pair * size + start + k, mask=inside, other=0.0)
             weight = tl.load(expert_ptr + row + start, mask=inside[None, :], other=0.0)
         acc += weight.to(tl.float32) * (x.to(tl.float32) * tl.load(weights_ptr + pair))[None, :]
-    out = tl.sum(acc, axis=1).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * num_columns + column, out, mask=column < num_columns)
+    out = add_residual(tl.sum(acc, axis=1), residual, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * num_columns + column, out.to(out_ptr.dtype.element_ty), mask=column < num_columns)
 
 
-def few_tokens(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """`x [T, H]` through `experts [T, top_k] int32`, summed with `weights [T, top_k] f32` -> `[T, H]`.
+def few_tokens(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor) -> Tensor:
+    """`x [T, H]` through `experts [T, top_k] int32`, summed with `weights [T, top_k] f32`, plus `residual [T, H]`.
 
-    `gate_up [E, 2 I, H]`, `down [E, H, I]`. A product with `down` is not rounded before the sum.
+    `gate_up [E, 2 I, H]`, `down [E, H, I]`; returns `[T, H]`. A product with `down` is not rounded before the sum over
+    the experts, which is before the residual is added.
     """
     num_tokens, top_k = experts.shape
     hidden_size, size = down.shape[1:]
@@ -167,6 +171,7 @@ def few_tokens(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, dow
         down,
         experts,
         weights,
+        residual,
         out,
         hidden_size,
         size,

@@ -40,8 +40,7 @@ def paged_attention(
     Raises:
         ValueError: the work was planned for a smaller window.
     """
-    if work.window is not None and (window is None or window > work.window):
-        raise ValueError(f"work planned for a window of {work.window} positions cannot serve one of {window}")
+    work.check_window(window)
     out = torch.empty_like(q)
     scoring = Scoring.of(scale * k_scale, soft_cap)
     if len(work.splits):

@@ -1,4 +1,4 @@
-"""Root-mean-square norm of rows, alone or after a residual addition (https://arxiv.org/abs/1910.07467)."""
+"""Root-mean-square norm of rows (https://arxiv.org/abs/1910.07467)."""
 
 import torch
 import triton
@@ -9,64 +9,33 @@ from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
 
 
 @triton.jit
-def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    sum_ptr,
-    size,
-    eps,
-    ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+def _rms_norm_kernel(x_ptr, weight_ptr, y_ptr, size, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
     at = row * size + column
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_predecessor(OVERLAP)
-    x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    if ADD:
-        # Rounded to the run dtype before it is squared, as the reference does: the sum is an output too.
-        x = (x.to(tl.float32) + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
-        tl.store(sum_ptr + at, x, mask=inside)
-    x = x.to(tl.float32)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     scale = 1 / tl.sqrt(tl.sum(x * x, axis=0) / size + eps)
     tl.store(y_ptr + at, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=inside)
-
-
-def _launch(x: Tensor, residual: Tensor, weight: Tensor, y: Tensor, total: Tensor, eps: float, *, add: bool) -> None:
-    size = x.shape[-1]
-    block = triton.next_power_of_2(size)
-    launch_overlapping(
-        _rms_norm_kernel,
-        (x.numel() // size,),
-        x,
-        residual,
-        weight,
-        y,
-        total,
-        size,
-        eps,
-        ADD=add,
-        BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
-    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / rms(x) * weight` over the last axis of contiguous `x [..., H]`, computed in float32; `weight [H]`."""
     y = torch.empty_like(x)
     if x.numel():
-        _launch(x, x, weight, y, y, eps, add=False)
+        size = x.shape[-1]
+        block = triton.next_power_of_2(size)
+        launch_overlapping(
+            _rms_norm_kernel,
+            (x.numel() // size,),
+            x,
+            weight,
+            y,
+            size,
+            eps,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+        )
     return y
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`(norm(x + residual), x + residual)` of contiguous `[..., H]`; the inputs are not changed."""
-    y, total = torch.empty_like(x), torch.empty_like(x)
-    if x.numel():
-        _launch(x, residual, weight, y, total, eps, add=True)
-    return y, total

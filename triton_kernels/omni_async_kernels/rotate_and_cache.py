@@ -5,15 +5,18 @@ import triton.language as tl
 from torch import Tensor
 
 from omni_async_kernels.launch import launch_overlapping, wait_for_predecessor
+from omni_async_kernels.rotation import load_rotation
+from omni_async_kernels.saturate import saturate
 
 HEADS = 8
 """Heads of one program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_and_cache_kernel(
     qkv_ptr,
     positions_ptr,
+    axes_ptr,
     cos_ptr,
     sin_ptr,
     query_norm_ptr,
@@ -22,6 +25,7 @@ def _rotate_and_cache_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    num_tokens,
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -44,10 +48,8 @@ def _rotate_and_cache_kernel(
     paired = exists & (pair < HALF)
 
     # What no recent kernel wrote.
-    position = tl.load(positions_ptr + token, cache_modifier=".cg")
     slot = tl.load(slots_ptr + token, cache_modifier=".cg")
-    cos = tl.load(cos_ptr + position * HALF + pair, mask=pair < HALF, other=0.0)
-    sin = tl.load(sin_ptr + position * HALF + pair, mask=pair < HALF, other=0.0)
+    cos, sin = load_rotation(positions_ptr, axes_ptr, cos_ptr, sin_ptr, token, pair, num_tokens, pair < HALF, HALF)
     if NORM:
         low_weight = _head_weight(query_norm_ptr, key_norm_ptr, pair, pair < HALF, is_query, is_value)
         high_weight = _head_weight(query_norm_ptr, key_norm_ptr, HALF + pair, pair < HALF, is_query, is_value)
@@ -77,10 +79,8 @@ def _rotate_and_cache_kernel(
         if BLOCK_REST:
             rest = rest * scale * rest_weight
 
-    cos = tl.where(is_value, 1.0, cos)
-    sin = tl.where(is_value, 0.0, sin)
-    turned_low = (low * cos - high * sin).to(dtype)
-    turned_high = (high * cos + low * sin).to(dtype)
+    turned_low = tl.where(is_value, low, low * cos - high * sin).to(dtype)
+    turned_high = tl.where(is_value, high, high * cos + low * sin).to(dtype)
 
     to_query = (token * NUM_HEADS + head) * HEAD_SIZE
     tl.store(q_ptr + to_query + pair, turned_low, mask=paired & is_query)
@@ -89,14 +89,18 @@ def _rotate_and_cache_kernel(
     is_value = (slot >= 0) & is_value
     to_key = (slot * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_SIZE
     to_value = to_key - NUM_KV_HEADS * HEAD_SIZE
-    tl.store(k_cache_ptr + to_key + pair, turned_low, mask=paired & is_key)
-    tl.store(k_cache_ptr + to_key + HALF + pair, turned_high, mask=paired & is_key)
-    tl.store(v_cache_ptr + to_value + pair, turned_low, mask=paired & is_value)
-    tl.store(v_cache_ptr + to_value + HALF + pair, turned_high, mask=paired & is_value)
+    stored_low = saturate(turned_low, k_cache_ptr.dtype.element_ty)
+    stored_high = saturate(turned_high, k_cache_ptr.dtype.element_ty)
+    tl.store(k_cache_ptr + to_key + pair, stored_low, mask=paired & is_key)
+    tl.store(k_cache_ptr + to_key + HALF + pair, stored_high, mask=paired & is_key)
+    tl.store(v_cache_ptr + to_value + pair, stored_low, mask=paired & is_value)
+    tl.store(v_cache_ptr + to_value + HALF + pair, stored_high, mask=paired & is_value)
     if BLOCK_REST:
-        tl.store(q_ptr + to_query + other, rest.to(dtype), mask=left & is_query)
-        tl.store(k_cache_ptr + to_key + other, rest.to(dtype), mask=left & is_key)
-        tl.store(v_cache_ptr + to_value + other, rest.to(dtype), mask=left & is_value)
+        rest = rest.to(dtype)
+        stored_rest = saturate(rest, k_cache_ptr.dtype.element_ty)
+        tl.store(q_ptr + to_query + other, rest, mask=left & is_query)
+        tl.store(k_cache_ptr + to_key + other, stored_rest, mask=left & is_key)
+        tl.store(v_cache_ptr + to_value + other, stored_rest, mask=left & is_value)
 
 
 @triton.jit
@@ -119,12 +123,20 @@ def rotate_and_cache(
     v_cache: Tensor,
     slot_mapping: Tensor,
     num_heads: int,
+    axes: Tensor | None = None,
 ) -> Tensor:
     """Split `[T, (Hq + 2 Hk) D]`, norm (if weights `[D]` are given) and rotate queries and keys, write the cache.
 
-    `positions [T] int64`; `cos`, `sin [P, rotary / 2] f32`; caches `[N, B, Hk, D]`; `slot_mapping [T] int64`, -1 writes
-    nothing. Returns the queries `[T, Hq, D]`. Neither positions nor slots may be of the kernel launched right before.
+    `positions [T] int64`, or `[A, T]` where `axes [rotary / 2] int32` names the row that turns each pair of elements;
+    `cos`, `sin [P, rotary / 2] f32`; caches `[N, B, Hk, D]` in the dtype of `qkv` or float8_e4m3fn, which saturates;
+    `slot_mapping [T] int64`, -1 writes nothing. Returns the queries `[T, Hq, D]`. Neither positions nor slots may be of
+    the kernel launched right before.
+
+    Raises:
+        ValueError: positions of several axes without `axes`.
     """
+    if positions.dim() == 2 and axes is None:
+        raise ValueError("positions of several axes need axes")
     num_kv_heads, head_size = k_cache.shape[2:]
     half = cos.shape[1]
     q = qkv.new_empty((len(qkv), num_heads, head_size))
@@ -137,6 +149,7 @@ def rotate_and_cache(
         (len(qkv), triton.cdiv(total, HEADS)),
         qkv,
         positions,
+        axes if positions.dim() == 2 else None,
         cos,
         sin,
         query_norm if query_norm is not None else qkv,
@@ -145,6 +158,7 @@ def rotate_and_cache(
         q,
         k_cache,
         v_cache,
+        len(qkv),
         eps,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,

@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from omni_async.backend.ops import AttentionBatch, LayerCache
+from omni_async.backend.reference.cache import read
 
 MIN_PADDED_CONTEXT = 256
 """Rows of one token share a call if their contexts lie between two powers of two; all below this lie together."""
@@ -126,7 +127,7 @@ def _attend_group(q: Tensor, cache: LayerCache, group: DecodeGroup, scale: float
     num_rows, num_heads, head_size = q.shape
     num_kv_heads = cache[0].shape[2]
     keys, values = (
-        part.index_select(0, group.blocks)
+        read(part, group.blocks, q.dtype)
         .view(-1, num_kv_heads, head_size)
         .index_fill_(0, group.stale, 0)
         .view(num_rows, -1, num_kv_heads, head_size)
@@ -142,7 +143,7 @@ def _attend_group(q: Tensor, cache: LayerCache, group: DecodeGroup, scale: float
 def _attend_row(q: Tensor, cache: LayerCache, row: PrefillRow, mask: Tensor, scale: float) -> Tensor:
     num_queries = row.last - row.first
     keys, values = (
-        part.index_select(0, row.blocks).flatten(0, 1)[: row.context].transpose(0, 1)[None] for part in cache
+        read(part, row.blocks, q.dtype).flatten(0, 1)[: row.context].transpose(0, 1)[None] for part in cache
     )
     starts_context = row.context == num_queries
     out = F.scaled_dot_product_attention(

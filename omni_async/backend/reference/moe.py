@@ -8,7 +8,7 @@ from omni_async.backend.reference.linear import linear
 
 
 def moe(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalise: bool) -> Tensor:
-    """See `Ops.moe`."""
+    """See `Ops.moe`; without the residual."""
     weights, experts = router_logits.float().softmax(dim=-1).topk(top_k, dim=-1)
     if renormalise:
         weights = weights / weights.sum(dim=-1, keepdim=True)

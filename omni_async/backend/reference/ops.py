@@ -48,68 +48,64 @@ class ReferenceOps:
         """See `Ops.embedding`."""
         return F.embedding(token_ids, weight)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """See `Ops.linear`."""
-        return linear(x, weight, bias)
+        product = linear(x, weight, bias)
+        return product if residual is None else product.add_(residual)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.rms_norm`."""
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `Ops.add_rms_norm`."""
-        total = x + residual
-        return F.rms_norm(total, weight.shape, weight, eps), total
-
     def norm_linear(
         self,
         x: Tensor,
-        residual: Tensor | None,
         norm_weight: Tensor,
         eps: float,
         weight: Tensor,
         bias: Tensor | None,
         *,
         gated: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """See `Ops.norm_linear`."""
-        if residual is None:
-            normed, total = self.rms_norm(x, norm_weight, eps), x
-        else:
-            normed, total = self.add_rms_norm(x, residual, norm_weight, eps)
-        product = self.linear(normed, weight, bias)
-        return (self.silu_and_mul(product) if gated else product), total
+        product = self.linear(self.rms_norm(x, norm_weight, eps), weight, bias)
+        return self.silu_and_mul(product) if gated else product
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.silu_and_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def rotate_and_cache(
+    def attention(
         self,
         qkv: Tensor,
         positions: Tensor,
         rotary: Rotary,
         norm: HeadNorm | None,
         cache: LayerCache,
-        slot_mapping: Tensor,
+        batch: AttentionBatch,
         num_heads: int,
+        scale: float,
     ) -> Tensor:
-        """See `Ops.rotate_and_cache`."""
-        return rotate_and_cache(qkv, positions, rotary, norm, cache, slot_mapping, num_heads)
-
-    def paged_attention(self, q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float) -> Tensor:
-        """See `Ops.paged_attention`."""
+        """See `Ops.attention`."""
+        q = rotate_and_cache(qkv, positions, rotary, norm, cache, batch.slot_mapping, num_heads)
         planned = self._planned
         if planned is None or planned[0] is not batch:
             planned = self._planned = (batch, plan_attention(batch, cache[0].shape[1], q.dtype))
         return attend(q, cache, planned[1], scale)
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalise: bool
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        top_k: int,
+        renormalise: bool,
+        residual: Tensor,
     ) -> Tensor:
         """See `Ops.moe`."""
-        return moe(x, router_logits, gate_up, down, top_k, renormalise)
+        return moe(x, router_logits, gate_up, down, top_k, renormalise).add_(residual)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
         """See `Ops.sample`."""

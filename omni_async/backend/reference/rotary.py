@@ -4,17 +4,18 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from omni_async.backend.ops import HeadNorm, LayerCache, Rotary
+from omni_async.backend.reference.cache import write
 
 
 def rotate(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate the first `rotary_dim` of each head of `[T, heads, D]`, in float32.
+    """Rotate the first `rotary_dim` of each head of `[T, heads, D]` by positions `[T]` or `[A, T]`, in float32.
 
     Element i is paired with element i + rotary_dim / 2, as `transformers` lays the weights out
     (https://arxiv.org/abs/2104.09864, section 3.4.2, with the pairs regrouped).
     """
     half = rotary.rotary_dim // 2
-    cos = rotary.cos.index_select(0, positions)[:, None, None]
-    sin = rotary.sin.index_select(0, positions)[:, None]
+    cos, sin = (_of_positions(table, positions, rotary.axes) for table in (rotary.cos, rotary.sin))
+    cos, sin = cos[:, None, None], sin[:, None]
     pairs = x[..., : rotary.rotary_dim].float().view(*x.shape[:2], 2, half)
     turned = pairs * cos
     turned[:, :, 0].addcmul_(pairs[:, :, 1], sin, value=-1)
@@ -26,6 +27,15 @@ def rotate(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
     return out
 
 
+def _of_positions(table: Tensor, positions: Tensor, axes: Tensor | None) -> Tensor:
+    """Each token's entry for each pair, `[T, rotary_dim / 2]`."""
+    if positions.dim() == 1:
+        return table.index_select(0, positions)
+    if axes is None:
+        raise ValueError("positions of several axes need axes")
+    return table.gather(0, positions.index_select(0, axes).t())
+
+
 def rotate_and_cache(
     qkv: Tensor,
     positions: Tensor,
@@ -35,7 +45,10 @@ def rotate_and_cache(
     slot_mapping: Tensor,
     num_heads: int,
 ) -> Tensor:
-    """See `Ops.rotate_and_cache`."""
+    """Split `[T, (Hq + 2 Hk) D]`, norm and rotate queries and keys, write keys and values at `slot_mapping [T]`.
+
+    A slot of -1 writes nothing. Returns the queries `[T, Hq, D]`.
+    """
     num_kv_heads, head_size = cache[0].shape[2:]
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_size)
     if norm is None:
@@ -49,6 +62,6 @@ def rotate_and_cache(
     if int(slot_mapping.amin()) < 0:
         written = (slot_mapping >= 0).nonzero().flatten()
         slot_mapping, keys, values = slot_mapping[written], keys[written], values[written]
-    cache[0].flatten(0, 1).index_copy_(0, slot_mapping, keys)
-    cache[1].flatten(0, 1).index_copy_(0, slot_mapping, values)
+    write(cache[0], slot_mapping, keys)
+    write(cache[1], slot_mapping, values)
     return queries

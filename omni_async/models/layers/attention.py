@@ -62,23 +62,24 @@ class Attention:
             self._norms = {"q_norm.": query, "k_norm.": key}
             self._head_norm = HeadNorm(query.weight, key.weight, shape.head_norm_eps)
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm, step: StepContext, layer: int
-    ) -> tuple[Tensor, Tensor]:
-        """Of the norm of `x + residual`, `[T, H]` -> `[T, H]`, and the sum; writes the layer's keys and values."""
+    def __call__(self, x: Tensor, norm: RMSNorm, step: StepContext, layer: int) -> Tensor:
+        """The residual stream `x [T, H]`, which may be overwritten, plus the attention of its norm: `[T, H]`.
+
+        Writes the layer's keys and values.
+        """
         ops, inputs, cache = step.ops, step.inputs, step.caches[layer]
-        qkv, residual = self.qkv.after_norm(x, residual, norm, ops)
-        queries = ops.rotate_and_cache(
+        qkv = self.qkv.after_norm(x, norm, ops)
+        attended = ops.attention(
             qkv,
             inputs.positions,
             self._rotary,
             self._head_norm,
             cache,
-            inputs.attention.slot_mapping,
+            inputs.attention,
             self._num_heads,
+            self._scale,
         )
-        attended = ops.paged_attention(queries, cache, inputs.attention, self._scale)
-        return self.output(attended.flatten(1), ops), residual
+        return self.output(attended.flatten(1), ops, residual=x)
 
     def destinations(self, prefix: str) -> Destinations:
         """Where the checkpoint's tensors belong."""

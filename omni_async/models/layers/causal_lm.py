@@ -79,7 +79,7 @@ class CausalLM(SamplesLogits):
         return step.ops.embedding(step.inputs.token_ids, self.embedding)
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        """Run all layers on `[T, H]`; writes the step's keys and values to the cache."""
+        """Run all layers on `[T, H]`, which may be overwritten; writes the step's keys and values to the cache."""
         return self.decoder(x, step)
 
     def logits(self, h: Tensor, step: StepContext) -> Tensor:

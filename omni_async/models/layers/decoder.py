@@ -13,7 +13,7 @@ from omni_async.models.layers.weights import Destinations
 
 
 class DecoderLayer:
-    """One layer. What a block computes is added to the residual stream at the norm before the next block."""
+    """One layer; each of its blocks norms the residual stream for itself, and adds to it."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class DecoderLayer:
         self.inner_norm = RMSNorm(hidden_size, norm_eps, dtype=dtype, device=device)
         self.feed_forward = feed_forward
 
-    def __call__(self, x: Tensor, residual: Tensor | None, step: StepContext, layer: int) -> tuple[Tensor, Tensor]:
-        """What is to be added `[T, H]` and the residual stream, before the layer -> the same after it."""
-        x, residual = self.attention(x, residual, self.input_norm, step, layer)
-        return self.feed_forward(x, residual, self.inner_norm, step.ops)
+    def __call__(self, x: Tensor, step: StepContext, layer: int) -> Tensor:
+        """The residual stream `[T, H]`, which may be overwritten -> the same after the layer."""
+        x = self.attention(x, self.input_norm, step, layer)
+        return self.feed_forward(x, self.inner_norm, step.ops)
 
     def destinations(self, prefix: str) -> Destinations:
         """Where the checkpoint's tensors belong."""
@@ -72,14 +72,10 @@ class Decoder:
         self.norm = RMSNorm(hidden_size, norm_eps, dtype=dtype, device=device)
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """`[T, H]` -> `[T, H]`, normed."""
-        residual: Tensor | None = None
+        """`[T, H]`, which may be overwritten -> `[T, H]`, normed."""
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, step, index)
-        if residual is None:
-            raise ValueError("a decoder has at least one layer")
-        x, _ = self.norm(x, residual, step.ops)
-        return x
+            x = layer(x, step, index)
+        return self.norm(x, step.ops)
 
     def destinations(self, prefix: str) -> Destinations:
         """Where the checkpoint's tensors belong."""

@@ -15,8 +15,8 @@ from omni_async.models.layers.weights import Destinations
 class FeedForward(Protocol):
     """The second half of a decoder layer."""
 
-    def __call__(self, x: Tensor, residual: Tensor, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
-        """Of the norm of `x + residual`, `[T, H]` -> `[T, H]`, and the sum."""
+    def __call__(self, x: Tensor, norm: RMSNorm, ops: Ops) -> Tensor:
+        """The residual stream `x [T, H]`, which may be overwritten, plus what is computed of its norm: `[T, H]`."""
         ...
 
     def destinations(self, prefix: str) -> Destinations:
@@ -34,10 +34,9 @@ class GatedMLP:
         self.gate_up = Linear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
         self.down = Linear(inner_size, {"down_proj": hidden_size}, bias=bias, dtype=dtype, device=device)
 
-    def __call__(self, x: Tensor, residual: Tensor, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, norm: RMSNorm, ops: Ops) -> Tensor:
         """See `FeedForward`."""
-        inner, residual = self.gate_up.after_norm(x, residual, norm, ops, gated=True)
-        return self.down(inner, ops), residual
+        return self.down(self.gate_up.after_norm(x, norm, ops, gated=True), ops, residual=x)
 
     def destinations(self, prefix: str) -> Destinations:
         """Where the checkpoint's tensors belong."""
@@ -65,11 +64,11 @@ class MixtureOfExperts:
         self.gate_up = torch.empty((num_experts, 2 * inner_size, hidden_size), dtype=dtype, device=device)
         self.down = torch.empty((num_experts, hidden_size, inner_size), dtype=dtype, device=device)
 
-    def __call__(self, x: Tensor, residual: Tensor, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, norm: RMSNorm, ops: Ops) -> Tensor:
         """See `FeedForward`."""
-        x, residual = norm(x, residual, ops)
-        scores = self.router(x, ops)
-        return ops.moe(x, scores, self.gate_up, self.down, self._top_k, self._renormalise), residual
+        normed = norm(x, ops)
+        scores = self.router(normed, ops)
+        return ops.moe(normed, scores, self.gate_up, self.down, self._top_k, self._renormalise, residual=x)
 
     def destinations(self, prefix: str) -> Destinations:
         """Where the checkpoint's tensors, three for each expert, belong."""

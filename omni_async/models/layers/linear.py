@@ -21,15 +21,13 @@ class Linear:
         self.weight = torch.empty((num_outputs, num_inputs), dtype=dtype, device=device)
         self.bias = torch.empty(num_outputs, dtype=dtype, device=device) if bias else None
 
-    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
-        """`[T, I]` -> `[T, O]`."""
-        return ops.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, ops: Ops, residual: Tensor | None = None) -> Tensor:
+        """`[T, I]` -> `[T, O]`; a residual `[T, O]` is added, and may be overwritten."""
+        return ops.linear(x, self.weight, self.bias, residual)
 
-    def after_norm(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm, ops: Ops, *, gated: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """The product with the norm of `x + residual`, and the sum; `gated`: with `silu(gate) * up` of its halves."""
-        return ops.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, gated=gated)
+    def after_norm(self, x: Tensor, norm: RMSNorm, ops: Ops, *, gated: bool = False) -> Tensor:
+        """The product with the norm of `x`; `gated`: `silu(gate) * up` of its halves."""
+        return ops.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, gated=gated)
 
     def destinations(self, prefix: str) -> Destinations:
         """Where the checkpoint's matrices and biases belong."""

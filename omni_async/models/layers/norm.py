@@ -1,4 +1,4 @@
-"""Root-mean-square norm with the residual addition before it."""
+"""Root-mean-square norm."""
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ class RMSNorm:
         self.weight = torch.empty(size, dtype=dtype, device=device)
         self.eps = eps
 
-    def __call__(self, x: Tensor, residual: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
-        """The norm of `x + residual`, and the sum itself."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
+        """`[T, H]` -> `[T, H]`."""
+        return ops.rms_norm(x, self.weight, self.eps)
 
     def destinations(self, prefix: str) -> Destinations:
         """Where the checkpoint's vector belongs."""

@@ -1,4 +1,4 @@
-"""Tables of rotary position embeddings (https://arxiv.org/abs/2104.09864) and their scaled kinds."""
+"""Tables of rotary position embeddings (https://arxiv.org/abs/2104.09864), their scaled kinds and several axes."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def make_rotary(config: PretrainedConfig, head_size: int, device: torch.device) 
     how a prompt is cut into steps; a table's does not.
 
     Raises:
-        UnsupportedModel: the kind of scaling is not built in.
+        UnsupportedModel: the kind of scaling is not built in, or the axes do not share out the pairs.
     """
     parameters = config.rope_parameters
     kind = parameters["rope_type"]
@@ -38,7 +38,36 @@ def make_rotary(config: PretrainedConfig, head_size: int, device: torch.device) 
         angles = torch.outer(positions, frequencies)
     else:
         raise UnsupportedModel(f"{config.model_type}: rope_type={kind!r} is not supported")
-    return Rotary(angles.cos() * attention_factor, angles.sin() * attention_factor, 2 * angles.shape[1])
+    return Rotary(
+        angles.cos() * attention_factor,
+        angles.sin() * attention_factor,
+        2 * angles.shape[1],
+        make_axes(config, angles.shape[1], device),
+    )
+
+
+def make_axes(config: PretrainedConfig, num_pairs: int, device: torch.device) -> Tensor | None:
+    """The axis (time, height, width) whose position turns each pair, `[num_pairs] int32`; `None`: there is but one.
+
+    Sectioned (M-RoPE, https://arxiv.org/abs/2409.12191): `mrope_section` counts the pairs of each axis, one axis behind
+    the other. Interleaved (https://arxiv.org/abs/2511.21631): the axes take turns; the pairs of one that has had its
+    share go to the first.
+
+    Raises:
+        UnsupportedModel: the sections are not as many as there are pairs.
+    """
+    parameters = config.rope_parameters
+    section = parameters.get("mrope_section")
+    if section is None:
+        return None
+    if sum(section) != num_pairs:
+        raise UnsupportedModel(f"{config.model_type}: mrope_section={section} does not share out {num_pairs} pairs")
+    if not parameters.get("mrope_interleaved", False):
+        axes = [axis for axis, count in enumerate(section) for _ in range(count)]
+    else:
+        turns = [(pair // len(section), pair % len(section)) for pair in range(num_pairs)]
+        axes = [axis if turn < section[axis] else 0 for turn, axis in turns]
+    return torch.tensor(axes, dtype=torch.int32, device=device)
 
 
 def max_positions(config: PretrainedConfig) -> int:
